@@ -1,0 +1,224 @@
+"""Every error parallelkit raises: one class a mistake, all under `ParallelKitError`.
+
+A message says what failed, the value received, and what is allowed or the next command. Errors
+that concern peers carry them as attributes, so a supervisor need not parse text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ParallelKitError(Exception):
+    """Base of every error that parallelkit raises on purpose."""
+
+
+# --- plugins -----------------------------------------------------------------------------------
+
+
+class PluginError(ParallelKitError):
+    """Something about a plugin, not about its framework, is wrong."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin that was asked for could not be imported or registered; chained to the cause."""
+
+
+class PluginContractError(PluginError):
+    """A plugin answered a hook with something that breaks the hook's contract."""
+
+
+class NoBackendError(PluginError):
+    """No installed plugin can serve the request; the message lists each one's reason."""
+
+
+class UnknownBackendError(PluginError):
+    """A framework, backend or plugin was asked for by a name that nobody provides."""
+
+
+class AmbiguousBackendError(PluginError):
+    """Two candidates are equally good; the message names the setting that decides."""
+
+
+class UnsupportedFeatureError(ParallelKitError):
+    """The chosen backend lacks the feature; raised before any rendezvous."""
+
+
+# --- launch and process groups -----------------------------------------------------------------
+
+
+class LaunchError(ParallelKitError):
+    """The launcher's environment variables are partial, malformed or contradict each other."""
+
+
+class GroupError(ParallelKitError):
+    """Base of process-group errors."""
+
+
+class NotInitializedError(GroupError):
+    """Something needs a process group and none is open."""
+
+
+class AlreadyInitializedError(GroupError):
+    """A process group is open with another specification; the message shows both."""
+
+
+class GroupClosedError(GroupError):
+    """A collective was called on a group that was closed."""
+
+
+class PortInUseError(GroupError):
+    """The rendezvous port is taken; the message names host, port and the setting to change."""
+
+
+class DeviceError(GroupError):
+    """The device asked for does not exist here, or the local rank has none."""
+
+
+class RendezvousTimeoutError(GroupError):
+    """Not every rank arrived in time.
+
+    Attributes:
+        missing: the ranks that did not arrive, as far as known.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class CollectiveError(GroupError):
+    """A collective failed: a peer is gone, or shapes or arguments differ."""
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """A collective did not finish within the group's timeout.
+
+    Attributes:
+        missing: the ranks that did not take part, as far as known.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class RankMismatchError(GroupError):
+    """Ranks disagree about something all must share; the message has a table by rank."""
+
+
+class NotPlainError(GroupError):
+    """An object to be sent is not made of None, bool, int, float, str, bytes, list and dict."""
+
+
+# --- plan, context, data, execution ------------------------------------------------------------
+
+
+class PlanError(ParallelKitError):
+    """The degrees of a parallel plan are impossible for the world size."""
+
+
+class DataShardError(ParallelKitError):
+    """A data set cannot be sharded as asked."""
+
+
+class ExecutionModeError(ParallelKitError):
+    """An execution mode is unknown, or cannot be applied to the object given."""
+
+
+# --- weight transfer ---------------------------------------------------------------------------
+
+
+class WeightTransferError(ParallelKitError):
+    """Base of weight-transfer errors."""
+
+
+class ManifestError(WeightTransferError):
+    """A model or manifest cannot be published: a bad name, dtype, shape or alias."""
+
+
+class ManifestMismatchError(WeightTransferError):
+    """The publisher's manifest is not exactly what the target needs.
+
+    Attributes:
+        differences: one line for each difference.
+    """
+
+    def __init__(self, message: str, *, differences: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+
+class TicketError(WeightTransferError):
+    """A ticket is malformed, altered, expired, or used already."""
+
+
+class ProtocolError(WeightTransferError):
+    """A peer sent something that the protocol does not allow here; nothing of it was applied."""
+
+
+class TransportError(WeightTransferError):
+    """Bytes cannot be moved: no transport reaches the peer, or a segment cannot be used."""
+
+
+class StateError(WeightTransferError):
+    """The call is not allowed in the present state; the message names both."""
+
+
+class VersionError(StateError):
+    """A version number that does not move forward."""
+
+
+class PeerLostError(WeightTransferError):
+    """The other side of a session is gone.
+
+    Attributes:
+        peers: names of the peers that are gone.
+    """
+
+    def __init__(self, message: str, *, peers: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
+class UpdateTimeoutError(WeightTransferError):
+    """A phase of an update passed its deadline.
+
+    Attributes:
+        missing: names of the peers that were waited for.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class UpdateAbortedError(WeightTransferError):
+    """An update ended before its decision: every member kept its old version.
+
+    Attributes:
+        failures: member name to reason.
+    """
+
+    def __init__(self, message: str, *, failures: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+
+
+class CorruptionError(WeightTransferError):
+    """Bytes that arrived are not the bytes that were sent.
+
+    Attributes:
+        tensors: names of the tensors whose digest differs.
+    """
+
+    def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
+
+
+class QuarantinedError(WeightTransferError):
+    """The subscriber's weights are not those of any version; it serves nothing.
+
+    It comes back by the next full commit. The message says what happened.
+    """

@@ -1,0 +1,143 @@
+"""The hooks a plugin may implement, and the reference for all of them.
+
+Common rules:
+
+* A hook is called on the control plane only: at discovery, construction, diagnosis. What it
+  returns is a *handle*; afterwards plain methods of the handle are called and pluggy is out of
+  the way. No hook is ever called per step, per batch or per tensor.
+* Hooks marked *collect* ask every plugin; an exception is that plugin's failure alone: it is
+  kept, shown by `parallelkit doctor`, and the others are still asked.
+* Hooks marked *first result* are called on the plugin that selection chose (see
+  `parallelkit.selection`), or, where nothing was selected, on every plugin in a fixed order
+  until one answers other than None. An exception from them reaches the user.
+* An implementation takes the arguments by name and may leave out those it does not need.
+* Importing the module that holds the implementations must not import the framework: probes use
+  `importlib.util.find_spec`; factories import on call.
+
+Write implementations with `from parallelkit.plugin import hookimpl`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from parallelkit import protocols, specs
+
+PROJECT = "parallelkit"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# --- discovery ---------------------------------------------------------------------------------
+
+
+@hookspec
+def parallelkit_probe(request: specs.ProbeRequest) -> specs.Candidate | None:
+    """Say what this plugin could do here. *Collect.*
+
+    Called before each selection, in every process, possibly often: it must be fast, have no side
+    effect and not import the framework.
+
+    Returns:
+        A `Candidate`, or None when the plugin serves no framework (a transport, say). A plugin
+        whose framework is not installed answers with score 0 and the reason.
+    """
+
+
+# --- life of a training process ----------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def parallelkit_init_process_group(spec: specs.GroupSpec) -> protocols.ProcessGroup | None:
+    """Open the default process group. *First result*, of the selected plugin.
+
+    Called by `pk.init_process_group` on every rank, after all arguments were validated and before
+    any framework call of ours. The plugin sets the device from `spec.device` first, then makes
+    the rendezvous within `spec.timeout`, adopts a group that the user opened before, and raises
+    `RendezvousTimeoutError`, `PortInUseError` or `DeviceError` rather than the framework's own.
+    None means "not mine" and, from a selected plugin, is reported as a bug of the plugin.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_setup_parallel_context(
+    spec: specs.ContextSpec, group: protocols.ProcessGroup
+) -> protocols.ParallelContext | None:
+    """Make a parallel context over an open group. *First result*, of the group's plugin.
+
+    Collective over `group`. The plan is already validated against the group's world size and the
+    plugin's features.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_set_execution_mode(spec: specs.ExecutionSpec) -> protocols.ExecutionMode | None:
+    """Prepare eager or graph execution. *First result*, of the selected plugin. Not collective."""
+
+
+@hookspec(firstresult=True)
+def parallelkit_launch(spec: specs.LaunchSpec) -> list[str] | None:
+    """Give the command line that starts ranks with the framework's own launcher. *First result.*
+
+    Called by `parallelkit run`. It starts nothing itself.
+    """
+
+
+# --- weight transfer ---------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def parallelkit_weight_source(model: Any) -> protocols.WeightSource | None:
+    """Read weights out of a model. *First result*, of the first plugin that knows its type.
+
+    None means the type is not mine; tell by `sys.modules` and `isinstance`, never by importing.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_weight_sink(target: Any) -> protocols.WeightSink | None:
+    """Place weights into a target. *First result*, like `parallelkit_weight_source`."""
+
+
+@hookspec
+def parallelkit_transports(request: specs.TransportRequest) -> list[specs.TransportCandidate]:
+    """List the transports this plugin has, and whether they reach. *Collect.*
+
+    Transports that do not reach are listed too, with the reason.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.PublisherTransport | None:
+    """Open the publisher's end of `spec.name`. *First result.* None: not my transport."""
+
+
+@hookspec(firstresult=True)
+def parallelkit_connect_transport(name: str, offer: bytes) -> protocols.SubscriberTransport | None:
+    """Open the subscriber's end from the publisher's offer. *First result.*
+
+    `offer` came over the authenticated control channel; it is still checked, never unpickled.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_engine_client(target: Any) -> protocols.EngineClient | None:
+    """Control an inference engine for `publisher.attach(target)`. *First result.*"""
+
+
+# --- people ------------------------------------------------------------------------------------
+
+
+@hookspec
+def parallelkit_diagnostics() -> list[specs.Section]:
+    """Sections for `parallelkit doctor`. *Collect.* May import the framework; must not hang."""
+
+
+@hookspec(firstresult=True)
+def parallelkit_demo(spec: specs.DemoSpec) -> int | None:
+    """Run `parallelkit demo` to its end and return the exit code. *First result*, of the
+    selected plugin."""

@@ -1,0 +1,79 @@
+"""The one import of plugin authors.
+
+A plugin is a module or an instance with hook implementations, named by an entry point in the
+group `parallelkit.plugins`, that states the API version it was written for:
+
+    from parallelkit.plugin import Candidate, hookimpl
+
+    parallelkit_api = 1
+
+    @hookimpl
+    def parallelkit_probe(request):
+        return Candidate(name="mine", framework="mine", score=10, reason="installed")
+
+Compatibility: within one `API_VERSION`, hooks and spec fields are only added, each with a
+default. What is to go is announced in the changelog and warned about for two minor releases. A
+plugin that states another major version is not called at all; the report shows both numbers.
+"""
+
+from __future__ import annotations
+
+from parallelkit import errors
+from parallelkit.hookspecs import hookimpl
+from parallelkit.launch import LaunchInfo
+from parallelkit.protocols import (
+    EngineClient,
+    ExecutionMode,
+    ParallelContext,
+    ProcessGroup,
+    PublisherTransport,
+    SubscriberTransport,
+    WeightSink,
+    WeightSource,
+)
+from parallelkit.specs import (
+    Candidate,
+    ContextSpec,
+    DemoSpec,
+    ExecutionSpec,
+    GroupSpec,
+    HostIdentity,
+    LaunchSpec,
+    ProbeRequest,
+    Section,
+    TransportCandidate,
+    TransportRequest,
+    TransportSpec,
+)
+from parallelkit.weights.manifest import Manifest, TensorSpec
+
+API_VERSION = 1
+
+__all__ = [
+    "API_VERSION",
+    "Candidate",
+    "ContextSpec",
+    "DemoSpec",
+    "EngineClient",
+    "ExecutionMode",
+    "ExecutionSpec",
+    "GroupSpec",
+    "HostIdentity",
+    "LaunchInfo",
+    "LaunchSpec",
+    "Manifest",
+    "ParallelContext",
+    "ProbeRequest",
+    "ProcessGroup",
+    "PublisherTransport",
+    "Section",
+    "SubscriberTransport",
+    "TensorSpec",
+    "TransportCandidate",
+    "TransportRequest",
+    "TransportSpec",
+    "WeightSink",
+    "WeightSource",
+    "errors",
+    "hookimpl",
+]

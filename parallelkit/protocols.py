@@ -1,0 +1,271 @@
+"""The handles that plugins return: plain typed methods, no hook behind any of them.
+
+`Tensor` below is the framework's own tensor type; parallelkit wraps none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from parallelkit.plan import ParallelPlan
+    from parallelkit.weights.manifest import Manifest
+
+Tensor = Any
+Plain = None | bool | int | float | str | bytes | list["Plain"] | dict[str, "Plain"]
+
+
+@runtime_checkable
+class ProcessGroup(Protocol):
+    """An open process group. All methods but the properties are collective over its ranks.
+
+    Every rank of the group must make the same calls in the same order. Each call blocks until
+    this rank's part is done, or raises `CollectiveTimeoutError` after the group's timeout (the
+    ranks that did not arrive are named as far as known), `CollectiveError` when a peer is gone,
+    `GroupClosedError` after `close`. Inputs are never changed; results are new tensors on the
+    same device.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def framework(self) -> str: ...
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective may take."""
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def native(self) -> Any:
+        """The framework's own group object, for calls that parallelkit does not wrap."""
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Wait until every rank is here."""
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Combine `x` elementwise over ranks; `op` is sum, mean, max, min or product."""
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """Give every rank the `x` of rank `src`; shapes and dtypes must agree."""
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Give every rank the list of all ranks' `x`, by rank; shapes must agree."""
+
+    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Combine `x` over ranks and keep this rank's slice of dim 0, which must divide evenly."""
+
+    def broadcast_object(
+        self, obj: Plain, src: int = 0, *, timeout: float | None = None
+    ) -> Plain:
+        """Give every rank the plain object of rank `src`; msgpack, never pickle.
+
+        `timeout` in seconds replaces the group's for this call.
+
+        Raises:
+            NotPlainError: `obj` holds something other than None, bool, int, float, str, bytes,
+                list and dict with string keys. Raised on `src` before anything is sent; the
+                others raise `CollectiveError` with the reason.
+        """
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """Make a group of some ranks. Collective over *this* group, members or not.
+
+        Returns:
+            The new group on its members (ranks numbered by position in `ranks`), else None.
+        """
+
+    def close(self) -> None:
+        """Leave the group; harmless when repeated. A group the user made stays alive."""
+
+    def __enter__(self) -> ProcessGroup: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class ParallelContext(Protocol):
+    """How one model is spread over a group's ranks."""
+
+    @property
+    def plan(self) -> ParallelPlan: ...
+    @property
+    def group(self) -> ProcessGroup: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def effective(self) -> str:
+        """The mode that runs; differs from `mode` only with `fallback=True`."""
+    @property
+    def reduce(self) -> str: ...
+    @property
+    def native(self) -> Any: ...
+
+    def parallelize(self, model: Any) -> Any:
+        """Spread `model`; collective, the same model on every rank."""
+
+    def shard(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int = 1,
+        mode: str = "pad",
+        shuffle: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Make a loader over this rank's part of `dataset`, by data coordinate. Not collective."""
+
+    def reset(self) -> None:
+        """Undo what the context changed globally; harmless when repeated."""
+
+    def explain(self) -> str: ...
+
+
+@runtime_checkable
+class ExecutionMode(Protocol):
+    """Eager or graph, as asked and as it is. A context manager that restores what was."""
+
+    @property
+    def requested(self) -> str: ...
+    @property
+    def effective(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+    def compile(self, target: Callable[..., Any] | Any) -> Any:
+        """Return `target`, a function or a model, ready to run in this mode."""
+
+    def __enter__(self) -> ExecutionMode: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Weights that can be read. Called by the thread that calls `publisher.update()` only."""
+
+    @property
+    def device(self) -> str: ...
+
+    def manifest(self) -> Manifest:
+        """Names, dtypes, shapes and aliases, in a fixed order; no data is read."""
+
+    def host_bytes(self, index: int) -> memoryview:
+        """Return tensor `index` (of the manifest's unique tensors) as contiguous row-major bytes.
+
+        A view of the live tensor where it is contiguous in host memory, else a copy; valid
+        until the next call.
+        """
+
+    def adopt(self, buffers: Sequence[memoryview]) -> None:
+        """Move every unique tensor into the writable host buffer of the same index.
+
+        From then on the model's own tensors live in these buffers and `host_bytes` returns them.
+
+        Raises:
+            UnsupportedFeatureError: tensors of this source cannot live in foreign memory.
+        """
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """A target that weights are placed into. Called by the thread that calls `step()` or `use()`.
+
+    Methods that write are called between `begin` and `finish` only.
+    """
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def module(self) -> Any:
+        """What `with subscriber.use() as module` gives the user."""
+
+    def needs(self) -> Manifest:
+        """Exactly what the target needs, with its own names and aliases."""
+
+    def begin(self) -> None:
+        """Live memory is about to be written."""
+
+    def destination(self, index: int) -> memoryview | None:
+        """Return the live bytes of tensor `index`, writable and contiguous, or None."""
+
+    def write(self, index: int, data: memoryview) -> None:
+        """Place the row-major bytes of tensor `index`, where `destination` gave None."""
+
+    def host_bytes(self, index: int) -> memoryview:
+        """Read back tensor `index` as placed, row-major; valid until the next call."""
+
+    def finish(self) -> None:
+        """All tensors are placed: refresh whatever the target derives from them."""
+
+
+@runtime_checkable
+class PublisherTransport(Protocol):
+    """The publisher's end of a transport: an arena laid out by the plan, and its epoch.
+
+    The arena is memory of the host for now: `buffer` is written by the source, one span for each
+    unique tensor. The epoch is a counter that a late reader checks before and after it reads.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def buffer(self) -> memoryview:
+        """The writable arena, of the plan's `nbytes`."""
+    @property
+    def epoch(self) -> int: ...
+
+    def offer(self) -> bytes:
+        """What a subscriber needs to connect; sent over the control channel to one session."""
+
+    def bump(self) -> int:
+        """Advance the epoch: whatever was read before is void. Returns the new epoch."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class SubscriberTransport(Protocol):
+    """The subscriber's end of a transport."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def buffer(self) -> memoryview | None:
+        """The publisher's arena as readable memory, or None where it has to be pulled."""
+
+    @property
+    def epoch(self) -> int:
+        """The publisher's epoch now."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class EngineClient(Protocol):
+    """Controls one inference engine on the publisher's behalf."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def members(self) -> int:
+        """How many worker ranks will join."""
+
+    def init(self, ticket: str, *, timeout: float) -> None: ...
+    def begin(self, version: int, *, timeout: float) -> None: ...
+    def update(self, version: int, *, timeout: float) -> None: ...
+    def commit(self, version: int, *, timeout: float) -> None: ...
+    def abort(self, version: int, reason: str, *, timeout: float) -> None: ...
+    def pause(self, *, timeout: float) -> AbstractContextManager[None]: ...
+    def resume(self, *, timeout: float) -> None: ...
+    def version(self, *, timeout: float) -> int: ...

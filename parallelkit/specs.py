@@ -1,0 +1,273 @@
+"""What hooks are given and what they answer: frozen values, validated where they are built.
+
+A new setting is a new field with a default, never a new hook argument, so a plugin written for
+an older core keeps working.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from parallelkit.errors import ExecutionModeError, GroupError, PluginContractError
+from parallelkit.launch import LaunchInfo
+
+if TYPE_CHECKING:
+    from parallelkit.plan import ParallelPlan
+    from parallelkit.weights.manifest import Manifest
+
+Reduce = Literal["mean", "sum"]
+
+
+def _names(value: Any) -> frozenset[str]:
+    return frozenset(value)
+
+
+@attrs.frozen(kw_only=True)
+class ProbeRequest:
+    """What the caller wants, as far as said; `"auto"` leaves it to the plugin.
+
+    Attributes:
+        framework: `"torch"`, `"mindspore"`, a third party's name, or `"auto"`.
+        backend: `"gloo"`, `"nccl"`, `"hccl"`, `"mccl"`, ..., or `"auto"`.
+        device: `"cpu"`, `"cuda"`, `"npu"`, ..., with or without an index, or `"auto"`.
+        launch: what the launcher said.
+        features: capability strings the caller needs, such as `"context.data"`.
+    """
+
+    framework: str = "auto"
+    backend: str = "auto"
+    device: str = "auto"
+    launch: LaunchInfo = attrs.field(factory=LaunchInfo)
+    features: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
+
+
+@attrs.frozen(kw_only=True)
+class Candidate:
+    """One plugin's answer to a probe.
+
+    Attributes:
+        name: unique name of the backend family, usually the framework's name.
+        framework: the framework it serves; candidates for one framework compete.
+        devices: device types that it can run on here, best first; empty if none.
+        backends: communication backends by device type, `{"cpu": "gloo", "cuda": "nccl"}`.
+        features: capability strings: `"group.cpu"`, `"context.data"`, `"execution.graph"`, ...
+        score: 0 means installed but not usable here; higher is better; finite.
+        reason: one sentence for `explain()`: why this score.
+    """
+
+    name: str
+    framework: str
+    devices: tuple[str, ...] = attrs.field(converter=tuple, default=())
+    backends: Mapping[str, str] = attrs.field(factory=dict)
+    features: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
+    score: float = attrs.field(default=0.0)
+    reason: str = ""
+
+    @score.validator
+    def _finite(self, attribute: object, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PluginContractError(
+                f"candidate {self.name!r} has score {value!r}; a score is a finite number"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class GroupSpec:
+    """A process group to be opened, every choice made.
+
+    Attributes:
+        framework, backend, device: as chosen; device with its index where the type has one.
+        rank, world_size, local_rank, local_world_size: this process's place.
+        master_addr, master_port: where rank 0 listens; None for a world of one. Port None or 0:
+            rank 0 takes a free port and publishes it through `launch.rendezvous_file`.
+        timeout: seconds, for the rendezvous and for each collective.
+        launch: the frozen launch facts with their provenance.
+    """
+
+    framework: str
+    backend: str
+    device: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str | None = None
+    master_port: int | None = None
+    timeout: float = 60.0
+    launch: LaunchInfo = attrs.field(factory=LaunchInfo, eq=False, repr=False)
+
+    @timeout.validator
+    def _positive(self, attribute: object, value: float) -> None:
+        if not value > 0 or not math.isfinite(value):
+            raise GroupError(f"timeout is {value!r}; it is a positive, finite number of seconds")
+
+
+@attrs.frozen(kw_only=True)
+class ContextSpec:
+    """A parallel context to be set up: a plan, and how gradients combine over the data axes.
+
+    Attributes:
+        plan: validated degrees and coordinates.
+        mode: `"standalone"`, `"data"`, `"hybrid"`, `"semi_auto"` or `"auto"`.
+        reduce: `"mean"` or `"sum"` of the ranks' gradients, the same on every framework.
+        fallback: take the nearest mode that can run, and say so, instead of an error.
+        options: framework-specific options, refused by name when unknown.
+    """
+
+    plan: ParallelPlan
+    mode: str
+    reduce: Reduce = "mean"
+    fallback: bool = False
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class ExecutionSpec:
+    """An execution mode to be prepared.
+
+    Attributes:
+        mode: `"eager"` or `"graph"`.
+        framework: whose mode; `"torch"`, `"mindspore"`, `"vllm"`.
+        fallback: take eager, and say so, where graph cannot run, instead of an error.
+        options: framework-specific options, refused by name when unknown.
+    """
+
+    mode: str = attrs.field()
+    framework: str = "auto"
+    fallback: bool = False
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @mode.validator
+    def _known(self, attribute: object, value: str) -> None:
+        if value not in ("eager", "graph"):
+            raise ExecutionModeError(f"execution mode is {value!r}; it is 'eager' or 'graph'")
+
+
+@attrs.frozen(kw_only=True)
+class HostIdentity:
+    """Where a process runs, as far as it decides which memory another process can reach.
+
+    Attributes:
+        boot_id: identity of the running kernel, equal for all processes of one machine.
+        uid: effective user id.
+        pid: process id in its own namespace.
+        pid_namespace, net_namespace, ipc_namespace: inode numbers, 0 where unknown.
+        device_uuids: accelerators by UUID, never by index.
+    """
+
+    boot_id: str
+    uid: int
+    pid: int
+    pid_namespace: int = 0
+    net_namespace: int = 0
+    ipc_namespace: int = 0
+    device_uuids: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class TransportRequest:
+    """Two ends that want to move weights.
+
+    Attributes:
+        publisher, subscriber: identities of both ends; subscriber None while only listing.
+        device: device type of the weights, `"cpu"` or `"cuda"`, ...
+        requested: a transport's name, or `"auto"`.
+    """
+
+    publisher: HostIdentity
+    subscriber: HostIdentity | None = None
+    device: str = "cpu"
+    requested: str = "auto"
+
+
+@attrs.frozen(kw_only=True)
+class TransportCandidate:
+    """One way to move the bytes.
+
+    Attributes:
+        name: `"shm"`, `"tcp"`, `"cuda_ipc"`, ...
+        reach: can it connect the two ends.
+        cost: estimated seconds for a gigabyte; lower wins.
+        reason: one sentence for `explain()`.
+    """
+
+    name: str
+    reach: bool
+    cost: float
+    reason: str
+
+
+@attrs.frozen(kw_only=True)
+class TransportSpec:
+    """A publisher's transport to be opened.
+
+    Attributes:
+        name: the transport chosen.
+        manifest: what will be moved.
+        nbytes: bytes of the arena that the plan lays out.
+        run_id: 16 bytes that name this publisher's life.
+        options: transport-specific options.
+    """
+
+    name: str
+    manifest: Manifest
+    nbytes: int
+    run_id: bytes
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class LaunchSpec:
+    """A script to be started on several ranks of this host.
+
+    Attributes:
+        framework: whose launcher.
+        ranks: how many processes.
+        script: path of the script; args: its arguments.
+        python: interpreter to use.
+    """
+
+    framework: str
+    ranks: int
+    script: str
+    args: tuple[str, ...] = ()
+    python: str = "python"
+
+
+@attrs.frozen(kw_only=True)
+class DemoSpec:
+    """Settings of `parallelkit demo`.
+
+    Attributes:
+        framework: whose demo.
+        seed: seeds the model, the data order and the sampling; same seed, same run.
+        steps: optimiser steps; every: steps between two updates of the follower.
+        ranks: trainer processes.
+        output: path of the HTML report.
+    """
+
+    framework: str = "auto"
+    seed: int = 0
+    steps: int = 300
+    every: int = 50
+    ranks: int = 2
+    output: str = "report.html"
+
+
+@attrs.frozen(kw_only=True)
+class Section:
+    """One section of `parallelkit doctor`.
+
+    Attributes:
+        title: heading.
+        facts: name to value, shown as a table and exported as JSON.
+        ok: False if something here keeps the plugin from working.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    ok: bool = True

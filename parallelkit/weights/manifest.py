@@ -1,0 +1,222 @@
+"""What is published: names, dtypes, shapes, aliases. No data, no framework."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import attrs
+
+from parallelkit.errors import ManifestError, ManifestMismatchError
+
+#: Allowed dtypes and their size in bytes. Names from the wire are looked up here, nowhere else.
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+MAX_NAME_BYTES: Final = 512
+MAX_DIMS: Final = 16
+MAX_TENSOR_BYTES: Final = 1 << 46
+
+
+@attrs.frozen(kw_only=True)
+class TensorSpec:
+    """One name of one tensor.
+
+    Attributes:
+        name: unique in its manifest, as the model itself names it (no wrapper prefixes).
+        dtype: a key of `DTYPE_BYTES`.
+        shape: global shape in elements; `()` for a scalar, zeros allowed.
+        alias_of: name of an earlier entry that is the same tensor (a tied head), or None.
+    """
+
+    name: str = attrs.field()
+    dtype: str = attrs.field()
+    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    alias_of: str | None = None
+
+    @name.validator
+    def _named(self, attribute: object, value: str) -> None:
+        if not isinstance(value, str) or not value or len(value.encode()) > MAX_NAME_BYTES:
+            raise ManifestError(
+                f"tensor name {value!r:.80} is not a non-empty string of at most "
+                f"{MAX_NAME_BYTES} bytes"
+            )
+
+    @dtype.validator
+    def _known(self, attribute: object, value: str) -> None:
+        if value not in DTYPE_BYTES:
+            raise ManifestError(
+                f"tensor {self.name!r} has dtype {value!r}; allowed are {', '.join(DTYPE_BYTES)}"
+            )
+
+    @shape.validator
+    def _sized(self, attribute: object, value: tuple[int, ...]) -> None:
+        good = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+        if not good or len(value) > MAX_DIMS:
+            raise ManifestError(
+                f"tensor {self.name!r} has shape {value!r}; a shape is at most {MAX_DIMS} "
+                "non-negative integers"
+            )
+        if self.nbytes > MAX_TENSOR_BYTES:
+            raise ManifestError(
+                f"tensor {self.name!r} has {self.nbytes} bytes; the limit is {MAX_TENSOR_BYTES}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, row-major without padding."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def describe(self) -> str:
+        """`bfloat16[1024, 896]`, for messages."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@attrs.frozen
+class Manifest:
+    """An ordered, validated list of tensors.
+
+    Attributes:
+        tensors: every name, aliases included, in the order of the model.
+    """
+
+    tensors: tuple[TensorSpec, ...] = attrs.field(converter=tuple)
+
+    @tensors.validator
+    def _consistent(self, attribute: object, value: tuple[TensorSpec, ...]) -> None:
+        seen: dict[str, TensorSpec] = {}
+        for tensor in value:
+            if tensor.name in seen:
+                raise ManifestError(f"tensor name {tensor.name!r} occurs twice in the manifest")
+            seen[tensor.name] = tensor
+            if tensor.alias_of is None:
+                continue
+            target = seen.get(tensor.alias_of)
+            if target is None or target.alias_of is not None:
+                raise ManifestError(
+                    f"tensor {tensor.name!r} is an alias of {tensor.alias_of!r}, which is not an "
+                    "earlier tensor of its own"
+                )
+            if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+                raise ManifestError(
+                    f"tensor {tensor.name!r} ({tensor.describe()}) is an alias of "
+                    f"{target.name!r} ({target.describe()}): dtype and shape must be equal"
+                )
+
+    @property
+    def unique(self) -> tuple[TensorSpec, ...]:
+        """The tensors that own bytes; an alias owns none. Indexes elsewhere count these."""
+        return tuple(t for t in self.tensors if t.alias_of is None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move: each alias group once."""
+        return sum(t.nbytes for t in self.unique)
+
+    def digest(self) -> bytes:
+        """A 16-byte fingerprint of names, dtypes, shapes, aliases and their order."""
+        h = hashlib.blake2b(digest_size=16)
+        for t in self.tensors:
+            h.update(repr((t.name, t.dtype, t.shape, t.alias_of)).encode())
+        return h.digest()
+
+
+def differences(published: Manifest, needed: Manifest) -> list[str]:
+    """List how `published` differs from what a target needs; empty when it is exactly that.
+
+    Order does not matter. A target that ties two names needs a publisher that ties them too: one
+    that publishes them apart may come to hold different values, and the reverse would lose one.
+    """
+    have = {t.name: t for t in published.tensors}
+    need = {t.name: t for t in needed.tensors}
+    lines = [
+        f"missing: the target needs {name!r} ({t.describe()}), the publisher does not have it"
+        + _nearest(name, have)
+        for name, t in need.items()
+        if name not in have
+    ]
+    lines += [
+        f"unknown: the publisher sends {name!r} ({t.describe()}), the target has no such tensor"
+        + _nearest(name, need)
+        for name, t in have.items()
+        if name not in need
+    ]
+    both = [name for name in need if name in have]
+    for name in both:
+        if have[name].dtype != need[name].dtype:
+            lines.append(
+                f"dtype of {name!r}: the publisher has {have[name].dtype}, "
+                f"the target {need[name].dtype}"
+            )
+        if have[name].shape != need[name].shape:
+            lines.append(
+                f"shape of {name!r}: the publisher has {list(have[name].shape)}, "
+                f"the target {list(need[name].shape)}"
+            )
+    if _groups(published, both) != _groups(needed, both):
+        lines += _alias_lines(published, needed, both)
+    return lines
+
+
+def check_exact(published: Manifest, needed: Manifest, *, limit: int = 20) -> None:
+    """Raise `ManifestMismatchError` with every difference, or return."""
+    lines = differences(published, needed)
+    if not lines:
+        return
+    shown = lines[:limit] + ([f"... and {len(lines) - limit} more"] if len(lines) > limit else [])
+    raise ManifestMismatchError(
+        f"the published manifest is not what the target needs, {len(lines)} difference(s):\n  "
+        + "\n  ".join(shown)
+        + "\nNothing was touched. Publish the same model, or rename with the source's options.",
+        differences=lines,
+    )
+
+
+def _nearest(name: str, names: Mapping[str, TensorSpec]) -> str:
+    if len(names) > 5000:  # a hint is not worth a quadratic search
+        return ""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _groups(manifest: Manifest, names: Iterable[str]) -> set[frozenset[str]]:
+    wanted = set(names)
+    groups: dict[str, set[str]] = {}
+    for t in manifest.tensors:
+        if t.name in wanted:
+            groups.setdefault(t.alias_of or t.name, set()).add(t.name)
+    return {frozenset(g) for g in groups.values()}
+
+
+def _alias_lines(published: Manifest, needed: Manifest, names: list[str]) -> list[str]:
+    ours, theirs = _groups(published, names), _groups(needed, names)
+    lines = [
+        f"aliases: the publisher ties {sorted(g)}, the target does not"
+        for g in ours - theirs
+        if len(g) > 1
+    ]
+    return lines + [
+        f"aliases: the target ties {sorted(g)}, the publisher does not"
+        for g in theirs - ours
+        if len(g) > 1
+    ]
