@@ -13,6 +13,10 @@ class ParallelKitError(Exception):
     """Base of every error that parallelkit raises on purpose."""
 
 
+class PluginWarning(UserWarning):
+    """A plugin is left out, or one of its hooks raised; the others go on."""
+
+
 # --- plugins -----------------------------------------------------------------------------------
 
 
@@ -215,6 +219,21 @@ class CorruptionError(WeightTransferError):
     def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.tensors = tuple(tensors)
+
+
+class PartialCommitError(WeightTransferError):
+    """An update was decided and committed, but not every member could put it in place.
+
+    The version has moved. Members not named are at the new version; those named are quarantined,
+    serve nothing and come back by the next update, or are lost.
+
+    Attributes:
+        report: the `TransferReport` of the update.
+    """
+
+    def __init__(self, message: str, *, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class QuarantinedError(WeightTransferError):

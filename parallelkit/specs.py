@@ -97,7 +97,7 @@ class GroupSpec:
     local_world_size: int
     master_addr: str | None = None
     master_port: int | None = None
-    timeout: float = 60.0
+    timeout: float = attrs.field(default=60.0)
     launch: LaunchInfo = attrs.field(factory=LaunchInfo, eq=False, repr=False)
 
     @timeout.validator

@@ -1,0 +1,374 @@
+"""The control channel: ZeroMQ over TCP, encrypted and authenticated with CURVE keys.
+
+The publisher runs one thread that owns the sockets: it admits subscribers at any time, also while
+the trainer trains, and notices at once when a connection ends, because it matches each message's
+connection with the socket's disconnect events. No thread of the framework is needed for that.
+A lost connection is a lost peer: there is no silent reconnect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import queue
+import select
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import attrs
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from parallelkit.errors import PeerLostError, ProtocolError, TicketError, TransportError
+from parallelkit.weights import messages as m
+from parallelkit.weights.ticket import Ticket
+
+_FAILED_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+#: How long the last message of a connection may take to be read.
+_LAST_WORDS_SECONDS = 0.2
+
+
+@attrs.frozen
+class Received:
+    """A message from one connection."""
+
+    route: bytes
+    message: m.ToPublisher
+
+
+@attrs.frozen
+class Lost:
+    """A connection ended."""
+
+    route: bytes
+
+
+class Desk:
+    """Decides about messages in the server's thread; see `parallelkit.weights.members`."""
+
+    def receive(self, route: bytes, message: m.ToPublisher) -> list[tuple[bytes, Any]]:
+        """Handle a message; return answers to send."""
+        raise NotImplementedError
+
+    def known(self, route: bytes) -> bool:
+        """Whether the peer has shown a ticket."""
+        raise NotImplementedError
+
+    def lost(self, route: bytes) -> None:
+        """A connection ended."""
+        raise NotImplementedError
+
+
+class ControlServer:
+    """The publisher's end."""
+
+    def __init__(self, endpoint: str | None, timeout: float) -> None:
+        """Bind.
+
+        Args:
+            endpoint: `tcp://address:port`, `address:port` or `address`; port 0 or `*` or none
+                takes a free one. None is loopback. All-interfaces addresses are refused.
+            timeout: seconds of silence after which a connection counts as lost.
+
+        Raises:
+            TransportError: the address is not allowed, does not exist here, or is taken.
+        """
+        host, port = parse_endpoint(endpoint)
+        public, secret = zmq.curve_keypair()
+        self.server_key = public.decode()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.curve_server = True
+        self._router.curve_secretkey = secret
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.MAXMSGSIZE, m.MAX_TO_PUBLISHER)
+        self._router.setsockopt(zmq.LINGER, 1000)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+        self._router.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * min(5.0, timeout / 4)))
+        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * timeout))
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self._router.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._router.close(0)
+            self._context.term()
+            raise TransportError(
+                f"cannot listen at {host}:{port or 'any free port'}: {error}; pass "
+                "publish_weights(endpoint='address:port') an address of this host and a free port"
+            ) from error
+        self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._outbox: deque[tuple[bytes, Any]] = deque()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._closing = False
+        self._routes: dict[int, bytes] = {}
+        self._desk: Desk | None = None
+        self._thread = threading.Thread(target=self._run, name="parallelkit-control", daemon=True)
+
+    def start(self, desk: Desk) -> None:
+        """Begin to serve."""
+        self._desk = desk
+        self._thread.start()
+
+    def send(self, route: bytes, message: Any) -> None:
+        """Queue a message; from any thread, does not block. Sent at once, or the peer is lost."""
+        self._outbox.append((route, message))
+        self._wake()
+
+    def close(self) -> None:
+        """Send what is queued, end the thread, close the sockets."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                poller.poll()
+                with contextlib.suppress(OSError):
+                    self._wake_out.recv(4096)
+                self._flush()
+                self._receive()
+                self._watch()
+                if self._closing:
+                    self._linger(poller)
+                    return
+        finally:
+            self._router.disable_monitor()
+            self._monitor.close(0)
+            self._router.close(1000)
+            self._context.term()
+
+    def _linger(self, poller: zmq.Poller) -> None:
+        """Give peers a moment to read their last message; a close with unread input resets them."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while self._routes and time.monotonic() < deadline:
+            poller.poll(20)
+            self._receive()
+            self._watch()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            route, message = self._outbox.popleft()
+            try:
+                self._router.send_multipart([route, m.encode(message)], zmq.DONTWAIT)
+            except zmq.ZMQError:  # unreachable, or a thousand messages behind
+                self._lose(route)
+
+    def _receive(self) -> None:
+        assert self._desk is not None
+        while True:
+            try:
+                frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            # A descriptor number is used again after a disconnect: handle that event first.
+            self._watch()
+            route = bytes(frames[0].buffer)
+            self._routes[frames[-1].get(zmq.SRCFD)] = route
+            try:
+                if len(frames) != 2:
+                    raise ProtocolError(f"a message of {len(frames) - 1} frames instead of 1")
+                if len(frames[1]) > m.MAX_HELLO and not self._desk.known(route):
+                    raise ProtocolError(f"a first message of {len(frames[1])} bytes")
+                message = m.decode_at_publisher(bytes(frames[1].buffer))
+                answers = self._desk.receive(route, message)
+            except (ProtocolError, TicketError) as error:
+                answers = [(route, m.Refused(error=type(error).__name__, message=str(error)))]
+            self._outbox.extend(answers)
+            self._flush()
+
+    def _watch(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            route = self._routes.pop(event["value"], None)
+            if route is not None:
+                self._lose(route)
+
+    def _lose(self, route: bytes) -> None:
+        for fd in [fd for fd, known in self._routes.items() if known == route]:
+            del self._routes[fd]
+        assert self._desk is not None
+        self._desk.lost(route)
+
+
+class ControlClient:
+    """A subscriber's end. Used by one thread at a time."""
+
+    def __init__(self, ticket: Ticket, timeout: float) -> None:
+        self.endpoint = ticket.endpoint
+        self._timeout = timeout
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        public, secret = zmq.curve_keypair()
+        self._dealer.curve_publickey, self._dealer.curve_secretkey = public, secret
+        self._dealer.setsockopt(zmq.MAXMSGSIZE, m.MAX_TO_SUBSCRIBER)
+        self._dealer.setsockopt(zmq.LINGER, 1000)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * timeout))
+        self._dealer.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * min(5.0, timeout / 4)))
+        self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * timeout))
+        self._monitor = self._dealer.get_monitor_socket()
+        self._greeted = False
+        self._gone: Exception | None = None
+        try:
+            self._dealer.curve_serverkey = ticket.server_key.encode()
+            self._dealer.connect(ticket.endpoint)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            self.close()
+            raise TicketError(
+                f"the ticket names {ticket.endpoint!r} with an unusable address or key: {error}"
+            ) from error
+
+    def send(self, message: Any) -> None:
+        """Send; does not block.
+
+        Raises:
+            PeerLostError: the publisher is gone.
+        """
+        if self._gone is not None:
+            raise self._gone
+        try:
+            self._dealer.send(m.encode(message), zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            raise self._lost("cannot be reached") from error
+
+    def receive(self, deadline: float) -> m.ToSubscriber | None:
+        """Wait for the next message until `deadline` (monotonic seconds); None when it passed.
+
+        Raises:
+            PeerLostError: the connection ended and all messages before its end were received.
+            TicketError: the publisher does not own the key in the ticket.
+            ProtocolError: the publisher sent something else than a message of ours.
+        """
+        while True:
+            try:
+                return m.decode_at_subscriber(self._dealer.recv(zmq.DONTWAIT))
+            except zmq.Again:
+                pass
+            if self._gone is not None:
+                if self._dealer.poll(int(1000 * _LAST_WORDS_SECONDS)):  # what had arrived before the end comes first
+                    continue
+                raise self._gone
+            if self._watch():
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            poller = zmq.Poller()
+            poller.register(self._dealer, zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
+            # OSError: a signal handler may interrupt; the loop looks again.
+            with contextlib.suppress(InterruptedError, select.error):
+                poller.poll(int(1000 * min(left, 1.0)) + 1)
+
+    def close(self) -> None:
+        """Close the sockets; what was sent still leaves, for a second at most."""
+        if self._context.closed:
+            return
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        self._dealer.close(1000)
+        self._context.term()
+
+    def _watch(self) -> bool:
+        ended = False
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._greeted = True
+            elif event & _FAILED_HANDSHAKE or (
+                event == zmq.EVENT_DISCONNECTED and not self._greeted
+            ):
+                self._gone = TicketError(
+                    f"the publisher at {self.endpoint} refused the encrypted handshake: the "
+                    "ticket was altered, or belongs to a publisher that is gone"
+                )
+                ended = True
+            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED) and self._gone is None:
+                self._gone = self._lost(
+                    "is gone: the connection ended" if self._greeted else "does not listen there"
+                )
+                ended = True
+        return ended
+
+    def _lost(self, what: str) -> PeerLostError:
+        name = f"publisher at {self.endpoint}"
+        return PeerLostError(f"the {name} {what}", peers=[name])
+
+
+def parse_endpoint(endpoint: str | None) -> tuple[str, int]:
+    """Split and check where to listen; see `ControlServer`.
+
+    Returns:
+        A numeric address, IPv6 in brackets, and a port, 0 for any.
+
+    Raises:
+        TransportError: not an address of one interface.
+    """
+    text = "127.0.0.1" if endpoint is None else endpoint.removeprefix("tcp://")
+    host, _, port_text = text.rpartition(":") if _has_port(text) else (text, "", "0")
+    help_text = "give the address of one interface, as in '10.0.0.5:0' or 'tcp://127.0.0.1:5600'"
+    try:
+        port = 0 if port_text in ("*", "") else int(port_text)
+        if not 0 <= port < 65536:
+            raise ValueError("port")
+        if host in ("", "*"):
+            raise ValueError("all interfaces")
+        info = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        infos = sorted(info, key=lambda i: i[0] != socket.AF_INET)
+        address = ipaddress.ip_address(infos[0][4][0])
+        if address.is_unspecified:
+            raise ValueError("all interfaces")
+    except (ValueError, OSError) as error:
+        raise TransportError(f"endpoint {endpoint!r} cannot be used ({error}); {help_text}") from error
+    return (f"[{address}]" if address.version == 6 else str(address)), port
+
+
+def _has_port(text: str) -> bool:
+    return text.rpartition("]")[2].count(":") == 1
+
+
+class Inbox:
+    """Messages and losses that concern the update under way, for the thread in `update()`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Received | Lost] = queue.SimpleQueue()
+
+    def put(self, item: Received | Lost) -> None:
+        self._queue.put(item)
+
+    def get(self, deadline: float) -> Received | Lost | None:
+        """Wait for the next item until `deadline` (monotonic seconds); None when it passed."""
+        left = deadline - time.monotonic()
+        try:
+            return self._queue.get(timeout=max(left, 0.0)) if left > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def clear(self) -> None:
+        """Drop what is late."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()

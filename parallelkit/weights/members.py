@@ -1,0 +1,212 @@
+"""Who takes part: the table of members, and the admission of new ones.
+
+A member joins in two messages: `Hello` with a ticket is answered by `Welcome` with the manifest,
+the plan's digest and a transport offer; `Opened` says that the target needs exactly that. Both are
+handled in the control thread, so a subscriber can join while the trainer is busy. From then on the
+member takes part in every update that begins later, once its whole group is there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from parallelkit.errors import ProtocolError, TicketError, TransportError
+from parallelkit.specs import HostIdentity
+from parallelkit.weights import messages as m
+from parallelkit.weights.control import Desk, Inbox, Lost, Received
+from parallelkit.weights.plan import TransferPlan
+from parallelkit.weights.ticket import IssuedTicket, TicketOffice
+
+Answers = list[tuple[bytes, Any]]
+
+
+@attrs.define(eq=False)
+class Member:
+    """One subscriber.
+
+    Attributes:
+        name: unique, for reports: `subscriber-1.0 (pid 4242)`.
+        ticket: of its group; member: its rank within.
+        state: `opening` (welcomed), `joined`, `quarantined`, `lost`, `left` or `refused`.
+        version: last committed version, as its acknowledgement said; 0 for none.
+        reason: why it is quarantined, lost or refused.
+    """
+
+    name: str
+    ticket: IssuedTicket
+    member: int
+    route: bytes
+    session: bytes = attrs.field(repr=False)
+    identity: HostIdentity = attrs.field(repr=False)
+    state: str = "opening"
+    version: int = 0
+    reason: str = ""
+
+    @property
+    def present(self) -> bool:
+        """Whether it is connected and open, quarantined or not."""
+        return self.state in ("joined", "quarantined")
+
+
+class Members(Desk):
+    """The table. Its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        plan: TransferPlan,
+        office: TicketOffice,
+        run_id: bytes,
+        verify: str,
+        timeout: float,
+        transport: str,
+        offer: Callable[[HostIdentity], bytes],
+        version: Callable[[], int],
+    ) -> None:
+        """
+        Args:
+            plan: what is published.
+            office: redeems tickets.
+            run_id, verify, timeout, transport: told to each member.
+            offer: makes a transport offer for a peer, or raises `TransportError`.
+            version: the last committed version.
+        """
+        self.inbox = Inbox()
+        self.changed = threading.Condition()
+        self._plan = plan
+        self._office = office
+        self._run_id = run_id
+        self._verify = verify
+        self._timeout = timeout
+        self._transport = transport
+        self._offer = offer
+        self._version = version
+        self._by_route: dict[bytes, Member] = {}
+        self._all: list[Member] = []
+
+    def everyone(self) -> list[Member]:
+        """All members that ever joined, by time of joining."""
+        with self.changed:
+            return [m for m in self._all if m.state not in ("opening", "refused")]
+
+    def ready_for_update(self) -> list[Member]:
+        """Members of complete groups."""
+        with self.changed:
+            present: dict[int, list[Member]] = {}
+            for member in self._all:
+                if member.present:
+                    present.setdefault(member.ticket.number, []).append(member)
+            return [
+                member
+                for group in present.values()
+                if len(group) == group[0].ticket.members
+                for member in group
+            ]
+
+    def groupmates(self, member: Member) -> list[Member]:
+        """The other present members of a member's group."""
+        with self.changed:
+            return [
+                other
+                for other in self._all
+                if other is not member and other.ticket is member.ticket and other.present
+            ]
+
+    def mark(self, member: Member, state: str, reason: str = "", version: int | None = None) -> None:
+        """Set a member's state, and its version where one is given."""
+        with self.changed:
+            member.state, member.reason = state, reason
+            if version is not None:
+                member.version = version
+            self.changed.notify_all()
+
+    def receive(self, route: bytes, message: m.ToPublisher) -> Answers:
+        """Admit, or pass on to the update under way; called by the control thread."""
+        with self.changed:
+            member = self._by_route.get(route)
+            if isinstance(message, m.Hello):
+                if member is not None:
+                    raise ProtocolError("a second hello on one connection")
+                return self._welcome(route, message)
+            if member is None:
+                raise ProtocolError("no hello came first on this connection")
+            if isinstance(message, m.Refused):
+                member.state, member.reason = "refused", message.message
+                return []
+            if not secrets.compare_digest(message.session, member.session):
+                raise ProtocolError("a message with another member's session key")
+            if isinstance(message, m.Opened):
+                return self._open(member, message)
+            if isinstance(message, m.Leave):
+                member.state, member.reason = "left", "it closed"
+                self._by_route.pop(route)
+                self.inbox.put(Lost(route))
+                self.changed.notify_all()
+                return []
+        self.inbox.put(Received(route, message))
+        return []
+
+    def known(self, route: bytes) -> bool:
+        """Whether a hello with a good ticket came from there."""
+        with self.changed:
+            return route in self._by_route
+
+    def lost(self, route: bytes) -> None:
+        """A connection ended; called by the control thread."""
+        with self.changed:
+            member = self._by_route.pop(route, None)
+            if member is None:
+                return
+            if member.present:
+                member.state, member.reason = "lost", "its connection ended"
+                self.inbox.put(Lost(route))
+            self.changed.notify_all()
+
+    def _welcome(self, route: bytes, hello: m.Hello) -> Answers:
+        if hello.protocol != m.PROTOCOL:
+            raise ProtocolError(
+                f"the subscriber speaks protocol {hello.protocol} (parallelkit {hello.library}), "
+                f"this publisher {m.PROTOCOL}: install the same major version at both ends"
+            )
+        ticket = self._office.redeem(hello.token, hello.member)
+        identity = m.identity_of(hello)
+        try:
+            offer = self._offer(identity)
+        except TransportError as error:
+            raise TicketError(f"no transport reaches the subscriber: {error}") from error
+        name = f"{ticket.label}.{hello.member} (pid {hello.pid} on {hello.host})"
+        member = Member(name, ticket, hello.member, route, secrets.token_bytes(16), identity)
+        self._by_route[route] = member
+        self._all.append(member)
+        return [
+            (
+                route,
+                m.Welcome(
+                    session=member.session,
+                    run_id=self._run_id,
+                    name=name,
+                    version=self._version(),
+                    tensors=m.manifest_rows(self._plan.manifest),
+                    plan_digest=self._plan.digest,
+                    transport=self._transport,
+                    offer=offer,
+                    verify=self._verify,
+                    timeout=self._timeout,
+                ),
+            )
+        ]
+
+    def _open(self, member: Member, message: m.Opened) -> Answers:
+        if member.state != "opening":
+            raise ProtocolError(f"opened in state {member.state}")
+        if not secrets.compare_digest(message.plan_digest, self._plan.digest):
+            member.state = "refused"
+            raise ProtocolError("the two ends computed different transfer plans")
+        member.state = "joined"
+        self.changed.notify_all()
+        return [(member.route, m.Joined(version=self._version()))]

@@ -1,0 +1,254 @@
+"""Control messages: msgpack of typed structs. Unknown types, fields and sizes are refused.
+
+Directions are marked P (publisher) and S (subscriber). Every message of an update carries version
+and epoch; a message of another epoch is late and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from parallelkit.errors import ManifestError, ProtocolError
+from parallelkit.specs import HostIdentity
+from parallelkit.weights.manifest import Manifest, TensorSpec
+
+PROTOCOL = 1
+#: Largest frame that a publisher accepts (digests of a petabyte), and that a subscriber accepts
+#: (a manifest of a million names).
+MAX_TO_PUBLISHER = 16 << 20
+MAX_TO_SUBSCRIBER = 256 << 20
+#: Largest frame from a peer that has not shown a ticket yet.
+MAX_HELLO = 4096
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Text = Annotated[str, msgspec.Meta(max_length=65536)]
+Short = Annotated[str, msgspec.Meta(max_length=256)]
+Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
+    """Base of all messages."""
+
+
+class Hello(_Message, tag="hello"):
+    """S to P: let me join. The first message of a connection."""
+
+    protocol: Count
+    token: Key
+    member: Count
+    boot_id: Short
+    uid: Count
+    pid: Count
+    pid_namespace: Count
+    net_namespace: Count
+    ipc_namespace: Count
+    host: Short
+    library: Short
+
+
+class Welcome(_Message, tag="welcome"):
+    """P to S: you are in; this is what there is."""
+
+    session: Key
+    run_id: Key
+    name: Text
+    version: Count
+    tensors: list[tuple[str, str, list[int], str | None]]
+    plan_digest: Key
+    transport: Short
+    offer: bytes
+    verify: Short
+    timeout: float
+
+
+class Opened(_Message, tag="opened"):
+    """S to P: the target needs exactly this, the plans agree, the transport is connected."""
+
+    session: Key
+    plan_digest: Key
+
+
+class Joined(_Message, tag="joined"):
+    """P to S: you take part from the next update on."""
+
+    version: Count
+
+
+class Refused(_Message, tag="refused"):
+    """Either way: no. `error` is the class name of the error to raise at the other side."""
+
+    error: Short
+    message: Text
+
+
+class Begin(_Message, tag="begin"):
+    """P to S: an update starts."""
+
+    version: Count
+    epoch: Count
+    timeout: float
+
+
+class Ready(_Message, tag="ready"):
+    """S to P: I take part."""
+
+    session: Key
+    version: Count
+    epoch: Count
+
+
+class Transfer(_Message, tag="transfer"):
+    """P to S: the bytes are there; fetch and hash them."""
+
+    version: Count
+    epoch: Count
+
+
+class Prepared(_Message, tag="prepared"):
+    """S to P: I hold the bytes, these are their digests (8 bytes a block, little endian)."""
+
+    session: Key
+    version: Count
+    epoch: Count
+    digests: bytes
+    seconds: float
+
+
+class Commit(_Message, tag="commit"):
+    """P to S: decided. Put the bytes in place."""
+
+    version: Count
+    epoch: Count
+
+
+class Committed(_Message, tag="committed"):
+    """S to P: in place. `pause` is how long live memory was being written, in seconds."""
+
+    session: Key
+    version: Count
+    epoch: Count
+    readback: bytes
+    pause: float
+    staged: bool
+
+
+class Failed(_Message, tag="failed"):
+    """S to P: I could not do my part."""
+
+    session: Key
+    version: Count
+    epoch: Count
+    phase: Short
+    error: Short
+    message: Text
+
+
+class Abort(_Message, tag="abort"):
+    """P to S: not this time; keep what you have."""
+
+    version: Count
+    epoch: Count
+    reason: Text
+
+
+class Leave(_Message, tag="leave"):
+    """S to P: I close."""
+
+    session: Key
+
+
+class Close(_Message, tag="close"):
+    """P to S: the publisher closes, or lets this member go."""
+
+    reason: Text
+
+
+ToPublisher = Hello | Opened | Refused | Ready | Prepared | Committed | Failed | Leave
+ToSubscriber = Welcome | Joined | Refused | Begin | Transfer | Commit | Abort | Close
+
+_encoder = msgspec.msgpack.Encoder()
+_to_publisher: msgspec.msgpack.Decoder[ToPublisher] = msgspec.msgpack.Decoder(ToPublisher)
+_to_subscriber: msgspec.msgpack.Decoder[ToSubscriber] = msgspec.msgpack.Decoder(ToSubscriber)
+
+
+def encode(message: _Message) -> bytes:
+    """Wire form of a message."""
+    return _encoder.encode(message)
+
+
+def decode_at_publisher(frame: bytes) -> ToPublisher:
+    """Parse a frame that a subscriber sent.
+
+    Raises:
+        ProtocolError: it is not one of our messages.
+    """
+    return _decode(_to_publisher, frame)
+
+
+def decode_at_subscriber(frame: bytes) -> ToSubscriber:
+    """Parse a frame that the publisher sent.
+
+    Raises:
+        ProtocolError: it is not one of our messages.
+    """
+    return _decode(_to_subscriber, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(
+            f"a peer sent {len(frame)} bytes that are no control message: {str(error)[:200]}"
+        ) from error
+
+
+def hello(token: bytes, member: int, identity: HostIdentity, host: str, library: str) -> Hello:
+    """A `Hello` from this process."""
+    return Hello(
+        protocol=PROTOCOL,
+        token=token,
+        member=member,
+        boot_id=identity.boot_id[:256],
+        uid=identity.uid,
+        pid=identity.pid,
+        pid_namespace=identity.pid_namespace,
+        net_namespace=identity.net_namespace,
+        ipc_namespace=identity.ipc_namespace,
+        host=host[:256],
+        library=library,
+    )
+
+
+def identity_of(message: Hello) -> HostIdentity:
+    """The identity that a `Hello` states."""
+    return HostIdentity(
+        boot_id=message.boot_id,
+        uid=message.uid,
+        pid=message.pid,
+        pid_namespace=message.pid_namespace,
+        net_namespace=message.net_namespace,
+        ipc_namespace=message.ipc_namespace,
+    )
+
+
+def manifest_rows(manifest: Manifest) -> list[tuple[str, str, list[int], str | None]]:
+    """Wire form of a manifest."""
+    return [(t.name, t.dtype, list(t.shape), t.alias_of) for t in manifest.tensors]
+
+
+def manifest_of(rows: list[tuple[str, str, list[int], str | None]]) -> Manifest:
+    """Read a manifest that came over the wire; every field is checked as if typed by hand.
+
+    Raises:
+        ProtocolError: it breaks a rule of manifests.
+    """
+    try:
+        return Manifest(
+            TensorSpec(name=name, dtype=dtype, shape=tuple(shape), alias_of=alias)
+            for name, dtype, shape, alias in rows
+        )
+    except ManifestError as error:
+        raise ProtocolError(f"the publisher's manifest is invalid: {error}") from error

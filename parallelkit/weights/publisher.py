@@ -1,0 +1,390 @@
+"""The trainer's side: `publish_weights` and `WeightPublisher`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from parallelkit import errors, groups, hooks
+from parallelkit.errors import (
+    CollectiveError,
+    NoBackendError,
+    NotInitializedError,
+    ParallelKitError,
+    PartialCommitError,
+    PeerLostError,
+    RankMismatchError,
+    StateError,
+    UnsupportedFeatureError,
+    UpdateAbortedError,
+    WeightTransferError,
+)
+from parallelkit.protocols import ProcessGroup, WeightSource
+from parallelkit.weights.coordinator import TICKET_SECONDS, Coordinator, Settings, next_version
+from parallelkit.weights.members import Member
+from parallelkit.weights.plan import TransferPlan, plan_transfer
+from parallelkit.weights.report import TransferReport, report_from_dict
+
+VERIFY: Final = ("digest", "readback", "sample", "off")
+COMMIT: Final = ("auto", "staged")
+#: What the other ranks wait for rank 0 beyond the deadlines of an update's two halves.
+_GRACE_SECONDS: Final = 10.0
+
+T = TypeVar("T")
+
+
+def publish_weights(
+    model: Any,
+    *,
+    transport: str = "auto",
+    commit: str = "auto",
+    verify: str = "digest",
+    endpoint: str | None = None,
+    timeout: float = 60.0,
+    aliased: bool = False,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> WeightPublisher:
+    """Publish a model's weights, to be followed by subscribers in other processes.
+
+    Collective over `group`: every rank calls it with the same model and arguments. With replicas
+    (DDP) rank 0 serves, and the others learn each outcome. It blocks until all ranks agree on the
+    manifest, not for subscribers.
+
+    Args:
+        model: an `nn.Module` (wrapped or compiled: plain names are published), whatever a plugin
+            knows, or a `WeightSource`.
+        transport: `"auto"`, or a name from `parallelkit doctor`, such as `"shm"`.
+        commit: `"auto"` or `"staged"`: bytes are complete and verified before the first live
+            byte is written.
+        verify: `"digest"` hashes every block at the source and as received; `"readback"` hashes
+            live memory too, after placement; `"sample"` a sixteenth of the blocks; `"off"`.
+        endpoint: address of the control channel, `"address:port"`; port 0 takes a free one. Default
+            loopback. Addresses that mean all interfaces are refused.
+        timeout: seconds for each half of an update (until the decision, and after it), for joining,
+            and for noticing a silent peer.
+        aliased: let the model's tensors live in the transport's memory, which saves the copy into
+            it. Their storage is replaced once, now; identity, values and ties stay. Do not give
+            them new storage later, and do not change them while `update` runs.
+        group: the trainer's ranks; default the current group, or none.
+        options: for the transport; `named=True` makes `shm` use a named segment.
+
+    Raises:
+        NoBackendError: no plugin knows the model's type.
+        ManifestError: the model has nothing to publish, or something that cannot be.
+        RankMismatchError: the ranks' models differ.
+        TransportError: no transport, no memory, or the endpoint cannot be used.
+        WeightTransferError: an argument is not one of those allowed.
+
+    Example:
+        >>> publisher = pk.publish_weights(model)                # doctest: +SKIP
+        >>> send_privately(publisher.ticket)                     # doctest: +SKIP
+        >>> report = publisher.update()                          # doctest: +SKIP
+    """
+    _check_choice("verify", verify, VERIFY)
+    _check_choice("commit", commit, COMMIT)
+    if isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise WeightTransferError(f"timeout is {timeout!r}; it is a positive number of seconds")
+    group = _current_group() if group is None else group
+    settings = Settings(
+        transport=transport,
+        verify=verify,
+        aliased=aliased,
+        timeout=timeout,
+        endpoint=endpoint,
+        options=options,
+    )
+    source = _source_of(model)
+    plan = plan_transfer(source.manifest())
+    return WeightPublisher(source, plan, settings, group)
+
+
+class WeightPublisher:
+    """A published model. A context manager; closes at its end.
+
+    Not safe to call from several threads: one thread publishes and updates.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        plan: TransferPlan,
+        settings: Settings,
+        group: ProcessGroup | None,
+    ) -> None:
+        self._group = group if group is not None and group.world_size > 1 else None
+        self._rank = group.rank if group is not None else 0
+        self._settings = settings
+        self._plan = plan
+        self._version = 0
+        self._closed = False
+        self._busy = False
+        self._pid = os.getpid()
+        self._tickets: list[tuple[str, int]] = []
+        self._coordinator: Coordinator | None = None
+        self._agree_on_manifest()
+        self._collectively(lambda: self._open(source, plan))
+
+    @property
+    def version(self) -> int:
+        """The last committed version; 0 before the first."""
+        return self._version
+
+    @property
+    def plan(self) -> TransferPlan:
+        """The layout that every member computed too."""
+        return self._plan
+
+    @property
+    def ticket(self) -> str:
+        """A ticket for one plain subscriber, valid for 300 s; a new one once it is used or expired.
+
+        A secret: it lets its holder read the weights. Rank 0 only.
+
+        Raises:
+            StateError: on another rank, or after close.
+        """
+        office = self._here("ticket").office
+        if not self._tickets or not office.usable(self._tickets[-1][1]):
+            self._tickets.append(self._here("ticket").new_ticket(1, TICKET_SECONDS, None))
+        return self._tickets[-1][0]
+
+    def new_ticket(
+        self, members: int = 1, expires: float | None = TICKET_SECONDS, name: str | None = None
+    ) -> str:
+        """Make a ticket for a group of `members` member ranks, valid for `expires` seconds.
+
+        Each member rank joins with `subscribe_weights(target, ticket, member=rank)`; the group
+        takes part in updates once it is complete. `name` stands in reports and errors. Rank 0 only.
+
+        Raises:
+            TicketError: a bad number of members, or of seconds.
+            StateError: on another rank, or after close.
+        """
+        return self._here("new_ticket").new_ticket(members, expires, name)[0]
+
+    @property
+    def members(self) -> list[Member]:
+        """Everyone who joined, present or not, with state and version. Rank 0 only."""
+        return self._here("members").members.everyone()
+
+    def wait(self, members: int = 1, timeout: float | None = None) -> None:
+        """Block until `members` member ranks have joined. Rank 0 waits; elsewhere it returns.
+
+        Raises:
+            UpdateTimeoutError: after `timeout` seconds (default: the publisher's).
+        """
+        self._check_open("wait")
+        if self._coordinator is not None:
+            seconds = self._settings.timeout if timeout is None else timeout
+            self._coordinator.wait(members, seconds)
+
+    def update(self, version: int | None = None) -> TransferReport:
+        """Bring every member to the weights as they are now.
+
+        Collective over the trainer's ranks; blocks until every member has a copy of its own in
+        place (or staged, for `serve()`), for at most twice the timeout. Afterwards the model may be
+        changed freely. With no member there, only the version moves.
+
+        Args:
+            version: the new version's number, above the last; default one more. The number of a
+                failed update can be used again.
+
+        Raises:
+            UpdateAbortedError: nothing changed anywhere; `failures` and `__cause__` say why: a
+                member failed (`WeightTransferError`), is gone (`PeerLostError`), was too slow
+                (`UpdateTimeoutError`), or bytes arrived changed (`CorruptionError`).
+            PartialCommitError: committed, but the members named in `report.quarantined` could not
+                put it in place and serve nothing.
+            VersionError: the version does not move forward.
+            StateError: after close, or inside another update.
+            PeerLostError: (ranks other than 0) rank 0 is gone.
+        """
+        self._check_open("update")
+        if self._busy:
+            raise StateError("update() inside update(): one update at a time")
+        number = next_version(self._version, version)
+        self._busy = True
+        try:
+            if self._group is not None:
+                self._group.barrier(timeout=self._settings.timeout)
+            return self._collectively(lambda: self._update(number))
+        finally:
+            self._busy = False
+
+    def attach(self, engine: Any, **options: Any) -> None:
+        """Let an inference engine follow: an `LLM`, an `AsyncLLM` or a base URL.
+
+        Raises:
+            UnsupportedFeatureError: no installed plugin controls such an engine.
+        """
+        self._check_open("attach")
+        raise UnsupportedFeatureError(
+            f"no installed plugin controls an engine like {type(engine).__name__}; a plain module "
+            "follows with pk.subscribe_weights(module, publisher.ticket) in its own process"
+        )
+
+    def drop(self, name: str) -> None:
+        """Let a member go by its name, so that later updates do not wait for it. Rank 0 only.
+
+        Raises:
+            StateError: there is no such member.
+        """
+        coordinator = self._here("drop")
+        for member in coordinator.members.everyone():
+            if member.name == name and member.present:
+                coordinator.drop(member, "the publisher let it go")
+                return
+        names = [x.name for x in coordinator.members.everyone() if x.present]
+        raise StateError(f"no member {name!r} is here; there are: {', '.join(names) or 'none'}")
+
+    def explain(self) -> str:
+        """Say which transport was chosen and why, the layout, and who follows."""
+        manifest = self._plan.manifest
+        lines = [
+            f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB in "
+            f"{self._plan.blocks} blocks; version {self._version}; verify {self._settings.verify}"
+        ]
+        if self._coordinator is None:
+            return "\n".join([*lines, f"rank {self._rank}: rank 0 serves"])
+        chosen = self._coordinator.choice
+        lines.append(f"transport {chosen.name}: {chosen.reason}")
+        lines += [
+            f"  not {c.name}: {c.reason}" for c in self._coordinator.candidates if c is not chosen
+        ]
+        lines.append(f"control channel at {self._coordinator.server.endpoint}")
+        lines += [
+            f"  {x.name}: {x.state}, version {x.version}" + (f" ({x.reason})" if x.reason else "")
+            for x in self._coordinator.members.everyone()
+        ]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Tell every member and free everything. Not collective; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._coordinator is not None and self._pid == os.getpid():
+            self._coordinator.close("the publisher closed")
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self, source: WeightSource, plan: TransferPlan) -> None:
+        self._coordinator = Coordinator(source, plan, self._settings)
+
+    def _update(self, number: int) -> TransferReport:
+        assert self._coordinator is not None
+        try:
+            return self._coordinator.update(number)
+        finally:
+            self._version = self._coordinator.version
+
+    def _agree_on_manifest(self) -> None:
+        if self._group is None:
+            return
+        mine = self._plan.digest.hex()
+        digests = [str(self._group.broadcast_object(mine, src)) for src in range(self._group.world_size)]
+        if len(set(digests)) > 1:
+            table = "\n".join(f"  rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests))
+            raise RankMismatchError(
+                "the ranks publish different models (names, dtypes or shapes), by fingerprint:\n"
+                f"{table}\nWith replicas every rank publishes the same model"
+            )
+
+    def _collectively(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 and give its outcome, report or error, to every rank."""
+        if self._group is None:
+            return work()
+        if self._rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                self._group.broadcast_object(_pack_error(error))
+                raise
+            self._group.broadcast_object(
+                {"report": result.to_dict() if isinstance(result, TransferReport) else None}
+            )
+            return result
+        limit = 2 * self._settings.timeout + _GRACE_SECONDS
+        try:
+            outcome = self._group.broadcast_object(None, timeout=limit)
+        except CollectiveError as error:
+            raise PeerLostError(f"publisher rank 0 is gone: {error}", peers=["rank 0"]) from error
+        assert isinstance(outcome, dict)
+        if "error" in outcome:
+            error = _unpack_error(outcome)
+            if isinstance(error, PartialCommitError) and isinstance(error.report, TransferReport):
+                self._version = error.report.version
+            raise error
+        report = outcome["report"]
+        if not isinstance(report, dict):
+            return None  # type: ignore[return-value]
+        rebuilt = report_from_dict(report)
+        self._version = rebuilt.version
+        return rebuilt  # type: ignore[return-value]
+
+    def _here(self, what: str) -> Coordinator:
+        self._check_open(what)
+        if self._coordinator is None:
+            raise StateError(f"{what} is rank 0's; this is rank {self._rank}")
+        return self._coordinator
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise StateError(f"{what} after close(): publish again with pk.publish_weights")
+        if self._pid != os.getpid():
+            raise StateError(f"{what} in a forked child: a publisher belongs to one process")
+
+
+def _source_of(model: Any) -> WeightSource:
+    source = model if isinstance(model, WeightSource) else hooks.weight_source(model)
+    if source is None:
+        raise NoBackendError(
+            f"no installed plugin reads weights from a {type(model).__module__}."
+            f"{type(model).__qualname__}; for an nn.Module: pip install parallelkit-torch"
+        )
+    return source
+
+
+def _current_group() -> ProcessGroup | None:
+    try:
+        return groups.current_group()
+    except NotInitializedError:
+        return None
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise WeightTransferError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
+
+
+def _pack_error(error: Exception) -> dict[str, Any]:
+    packed: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
+    if isinstance(error, UpdateAbortedError):
+        packed["failures"] = error.failures
+    if isinstance(error, PartialCommitError) and isinstance(error.report, TransferReport):
+        packed["report"] = error.report.to_dict()
+    return packed
+
+
+def _unpack_error(packed: dict[str, Any]) -> ParallelKitError:
+    kind = _ERRORS.get(str(packed["error"]), WeightTransferError)
+    message = f"{packed['message']} (as rank 0 reports)"
+    if issubclass(kind, UpdateAbortedError):
+        return kind(message, failures=packed.get("failures"))
+    if issubclass(kind, PartialCommitError):
+        return kind(message, report=report_from_dict(packed["report"]))
+    return kind(message)
+
+
+_ERRORS: Final[dict[str, type[ParallelKitError]]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, ParallelKitError)
+}

@@ -1,0 +1,139 @@
+"""What an update did: for people a table, for programs JSON and a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import attrs
+
+MemberState = Literal["committed", "staged", "old", "quarantined", "lost"]
+
+
+@attrs.frozen(kw_only=True)
+class MemberReport:
+    """One member's part.
+
+    Attributes:
+        name: as in errors.
+        state: `committed` (live), `staged` (owned by the subscriber, live at its next `step()` or
+            `use()`), `old`, `quarantined` or `lost`.
+        version: the version its acknowledgement named; the old one where there was none.
+        prepare_seconds: fetching and hashing, by its own clock.
+        pause_seconds: how long its live memory was being written; 0 when staged.
+        reason: of a quarantine or loss.
+    """
+
+    name: str
+    state: MemberState
+    version: int
+    prepare_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    reason: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class TransferReport:
+    """One committed update, as the publisher saw it.
+
+    Attributes:
+        version: the version committed.
+        nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
+        transport, verify: as used.
+        verified: what the digests covered, in words.
+        phases: seconds by phase, in order: `begin`, `stage`, `ready`, `digest`, `verify`, `commit`.
+        started_at: Unix time of the start, in seconds.
+        members: every member that took part.
+        changed_ratio: share of the bytes in blocks whose digest differs from the last committed
+            version's; None without full digests or a version before.
+        notes: anything the reader should know.
+    """
+
+    version: int
+    nbytes: int
+    tensors: int
+    transport: str
+    verify: str
+    verified: str
+    phases: dict[str, float]
+    started_at: float
+    members: tuple[MemberReport, ...] = ()
+    changed_ratio: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the whole update at the publisher."""
+        return sum(self.phases.values())
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Payload over wall time, 10^9 bytes a second, to each member."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    @property
+    def pause_seconds(self) -> float:
+        """The longest time that any member's live memory was being written."""
+        return max((member.pause_seconds for member in self.members), default=0.0)
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """Members that are not at `version`: quarantined, or lost after the decision."""
+        return tuple(m.name for m in self.members if m.state in ("quarantined", "lost"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, derived ones included."""
+        return attrs.asdict(self) | {
+            "seconds": self.seconds,
+            "gigabytes_per_second": self.gigabytes_per_second,
+            "pause_seconds": self.pause_seconds,
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def to_chrome_trace(self) -> str:
+        """JSON for chrome://tracing or Perfetto: the phases, and each member's parts."""
+        events, clock = [], 0.0
+        ends = {}
+        for name, seconds in self.phases.items():
+            events.append(_event(name, clock, seconds, 0))
+            clock += seconds
+            ends[name] = clock
+        for thread, member in enumerate(self.members, 1):
+            verified = ends.get("verify", clock)
+            start = max(verified - member.prepare_seconds, 0.0)
+            events.append(_event(f"prepare {member.name}", start, member.prepare_seconds, thread))
+            start = max(clock - member.pause_seconds, 0.0)
+            events.append(_event(f"pause {member.name}", start, member.pause_seconds, thread))
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def __str__(self) -> str:
+        changed = "" if self.changed_ratio is None else f", {self.changed_ratio:.0%} changed"
+        lines = [
+            f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} tensors, "
+            f"{self.seconds * 1e3:.1f} ms ({self.gigabytes_per_second:.2f} GB/s) by "
+            f"{self.transport}{changed}; {self.verified}",
+            "  " + "  ".join(f"{name} {s * 1e3:.1f} ms" for name, s in self.phases.items()),
+        ]
+        lines += [
+            f"  {member.name}: {member.state}, version {member.version}, "
+            f"pause {member.pause_seconds * 1e3:.1f} ms"
+            + (f" ({member.reason})" if member.reason else "")
+            for member in self.members
+        ]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def report_from_dict(data: dict[str, Any]) -> TransferReport:
+    """Rebuild a report from `to_dict`, as trainer ranks other than 0 receive it."""
+    names = {a.name for a in attrs.fields(TransferReport)}
+    fields = {name: value for name, value in data.items() if name in names}
+    fields["members"] = tuple(MemberReport(**member) for member in fields["members"])
+    fields["notes"] = tuple(fields["notes"])
+    return TransferReport(**fields)
+
+
+def _event(name: str, start: float, seconds: float, thread: int) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "ts": start * 1e6, "dur": seconds * 1e6, "pid": 0, "tid": thread}

@@ -1,0 +1,507 @@
+"""The follower's side: `subscribe_weights` and `WeightSubscriber`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from parallelkit import hooks
+from parallelkit.errors import (
+    ManifestMismatchError,
+    NoBackendError,
+    ParallelKitError,
+    PeerLostError,
+    ProtocolError,
+    QuarantinedError,
+    StateError,
+    TicketError,
+    TransportError,
+    UpdateAbortedError,
+    UpdateTimeoutError,
+    WeightTransferError,
+)
+from parallelkit.protocols import SubscriberTransport, WeightSink
+from parallelkit.weights import messages as m
+from parallelkit.weights.blocks import Workers, wanted_blocks
+from parallelkit.weights.control import ControlClient
+from parallelkit.weights.identity import host_identity
+from parallelkit.weights.manifest import check_exact
+from parallelkit.weights.placement import Placement
+from parallelkit.weights.plan import TransferPlan, plan_transfer
+from parallelkit.weights.ticket import Ticket
+
+_SERVE_POLL_SECONDS = 0.5
+
+
+def subscribe_weights(
+    target: Any, ticket: str, *, member: int = 0, timeout: float = 60.0
+) -> WeightSubscriber:
+    """Let `target` follow a publisher.
+
+    Blocks until the publisher has admitted this process and both ends agree on manifest and plan.
+    Nothing of `target` is touched before the first update.
+
+    Args:
+        target: an `nn.Module`, whatever a plugin knows, or a `WeightSink`.
+        ticket: from `publisher.ticket` or `publisher.new_ticket()`; used up by this call.
+        member: this process's rank within its group, for tickets with several members.
+        timeout: seconds for joining; later waits use the publisher's.
+
+    Raises:
+        TicketError: malformed, altered, expired, used, or for another member rank.
+        ManifestMismatchError: the target needs something else than is published; every difference
+            is listed, and the publisher is told.
+        PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
+        TransportError: the publisher's memory cannot be reached from here.
+        UpdateTimeoutError: no answer within `timeout`.
+        NoBackendError: no plugin knows the target's type.
+
+    Example:
+        >>> follower = pk.subscribe_weights(model, ticket)       # doctest: +SKIP
+        >>> while True:                                          # doctest: +SKIP
+        ...     version = follower.step(timeout=600)
+        ...     generate(model)
+    """
+    if isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise WeightTransferError(f"timeout is {timeout!r}; it is a positive number of seconds")
+    if isinstance(member, bool) or not isinstance(member, int) or member < 0:
+        raise TicketError(f"member is {member!r}; it is a rank within the group, from 0")
+    decoded = Ticket.decode(ticket)
+    sink = _sink_of(target)
+    needs = sink.needs()
+    client = ControlClient(decoded, timeout)
+    transport: SubscriberTransport | None = None
+    try:
+        deadline = time.monotonic() + timeout
+        from parallelkit import __version__
+
+        client.send(
+            m.hello(decoded.token, member, host_identity(), socket.gethostname(), __version__)
+        )
+        welcome = _expect(client, m.Welcome, deadline, timeout)
+        try:
+            plan = plan_transfer(m.manifest_of(welcome.tensors))
+            if plan.digest != welcome.plan_digest:
+                raise ProtocolError("the two ends computed different transfer plans")
+            check_exact(plan.manifest, needs)
+            transport = _connect(welcome)
+        except (ParallelKitError, OSError) as error:
+            client.send(m.Refused(error=type(error).__name__, message=str(error)[:60000]))
+            raise
+        client.send(m.Opened(session=welcome.session, plan_digest=plan.digest))
+        _expect(client, m.Joined, deadline, timeout)
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        client.close()
+        raise
+    return WeightSubscriber(client, welcome, plan, Placement(sink, needs, plan), transport)
+
+
+@attrs.frozen
+class _Round:
+    """The update that this subscriber takes part in."""
+
+    version: int
+    epoch: int
+    timeout: float
+
+
+class WeightSubscriber:
+    """A target that follows. A context manager; closes at its end.
+
+    One thread calls `step` and `use`. `state` is `waiting` (no version yet), `current`,
+    `quarantined` or `closed`; `version` is that of the live weights, 0 for none.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        welcome: m.Welcome,
+        plan: TransferPlan,
+        placement: Placement,
+        transport: SubscriberTransport,
+    ) -> None:
+        self.name = welcome.name
+        self.plan = plan
+        self._client = client
+        self._session = welcome.session
+        self._run_id = welcome.run_id
+        self._verify = welcome.verify
+        self._timeout = welcome.timeout
+        self._placement = placement
+        self._transport = transport
+        self._workers = Workers()
+        self._version = 0
+        self._doubt = ""  # the outcome of an update is unknown, or its bytes never came
+        self._torn = ""  # live memory was written in part
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._using = 0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._staged = threading.Condition(self._lock)
+
+    @property
+    def version(self) -> int:
+        """Version of the live weights; 0 before the first update."""
+        return self._version
+
+    @property
+    def state(self) -> str:
+        """`waiting`, `current`, `quarantined` or `closed`."""
+        if self._closed:
+            return "closed"
+        if self._doubt or self._torn:
+            return "quarantined"
+        return "current" if self._version else "waiting"
+
+    def step(self, timeout: float | None = None) -> int:
+        """Take part in one update and put it in place; returns the live version.
+
+        Blocks until the publisher begins an update and it is decided. While `serve` runs, it
+        waits for the next version that was staged and puts that in place instead.
+
+        Args:
+            timeout: seconds to wait for an update to begin (default: the publisher's timeout). With
+                0 it takes part if one has begun, else returns the version as it is.
+
+        Raises:
+            UpdateTimeoutError: no update began in time, or the publisher went silent within one.
+            UpdateAbortedError: the publisher called it off; the old version is still live.
+            PeerLostError: the publisher is gone. If the decision was already due, this subscriber
+                cannot know it and is quarantined.
+            QuarantinedError: placing failed after the decision.
+            StateError: after close, or inside `with use()`.
+        """
+        self._check("step")
+        if self._using:
+            raise StateError("step() inside `with subscriber.use()`: leave the block first")
+        seconds = self._timeout if timeout is None else timeout
+        if not 0 <= seconds < math.inf:
+            raise WeightTransferError(f"timeout is {timeout!r}; it is a number of seconds from 0")
+        deadline = time.monotonic() + seconds
+        if self._thread is not None:
+            return self._step_staged(deadline, seconds)
+        begin = self._await_begin(deadline)
+        if begin is None:
+            if seconds == 0:
+                return self._version
+            raise UpdateTimeoutError(
+                f"the publisher at {self._client.endpoint} began no update within {seconds:g} s; "
+                f"version {self._version} is live",
+                missing=[f"publisher at {self._client.endpoint}"],
+            )
+        with self._lock:
+            self._take_part(begin, staged=False)
+        return self._version
+
+    def serve(self) -> None:
+        """Take part in every update from a thread, into memory of our own.
+
+        The live weights change only in `step()` or on entering `use()`, in the caller's thread, so
+        this thread touches no framework. Costs twice the bytes of the model in memory. Errors of
+        the thread are raised by the next `step` or `use`.
+        """
+        self._check("serve")
+        if self._thread is None:
+            self._placement.allocate_staging()
+            self._thread = threading.Thread(
+                target=self._serve, name="parallelkit-subscriber", daemon=True
+            )
+            self._thread.start()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Any]:
+        """Give the target for use, at one version from beginning to end.
+
+        On entering, a version that `serve` staged goes live.
+
+        Raises:
+            QuarantinedError: the weights are of no version; wait for the next update.
+            StateError: no version has arrived yet, or after close.
+        """
+        with self._lock:
+            self._check("use")
+            if self._using == 0:
+                self._flip()
+            self._refuse_if_quarantined()
+            if self._version == 0:
+                raise StateError("no version has arrived yet: call step() first")
+            self._using += 1
+            try:
+                yield self._placement.module
+            finally:
+                self._using -= 1
+
+    def close(self) -> None:
+        """Leave. The target keeps its weights. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pid != os.getpid():
+            return
+        if self._thread is not None:
+            self._thread.join(self._timeout + 10.0)
+        with contextlib.suppress(ParallelKitError):
+            self._client.send(m.Leave(session=self._session))
+        self._client.close()
+        self._placement.release()
+        self._transport.close()
+        self._workers.close()
+
+    def __enter__(self) -> WeightSubscriber:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _phase(self, name: str) -> None:
+        """Does nothing; fault tests replace it."""
+
+    def _await_begin(self, deadline: float) -> _Round | None:
+        while True:
+            message = self._client.receive(deadline)
+            if message is None:
+                return None
+            if isinstance(message, m.Begin):
+                return _Round(message.version, message.epoch, min(message.timeout, 86400.0))
+            self._refuse_close(message)
+            # Anything else belongs to an update that we are no longer in.
+
+    def _take_part(self, update: _Round, *, staged: bool) -> None:
+        """From `Begin` to the end of one update."""
+        phase = "begin"
+        try:
+            self._phase("begin")
+            self._client.send(self._answer(m.Ready, update))
+            self._await(update, m.Transfer, "transfer")
+            phase = "transfer"
+            started = time.monotonic()
+            digests = self._placement.fetch(
+                self._transport, self._workers, self._wanted(update.version), staged=staged
+            )
+            self._check_epoch(update)
+            self._phase("transfer")
+            seconds = time.monotonic() - started
+            self._client.send(self._answer(m.Prepared, update, digests=digests, seconds=seconds))
+        except (UpdateAbortedError, PeerLostError):
+            raise
+        except BaseException as error:
+            self._tell_failed(update, phase, error)
+            raise
+        self._phase("prepared")
+        self._await_decision(update)
+        self._phase("commit")
+        try:
+            ack = self._place(update, staged=staged)
+        except BaseException as error:
+            reason = f"placing version {update.version} failed: {type(error).__name__}: {error}"
+            self._doubt = reason
+            self._tell_failed(update, "commit", error)
+            raise QuarantinedError(reason) from error
+        self._phase("committed")
+        with contextlib.suppress(PeerLostError):  # it is in place whether or not anyone hears
+            self._client.send(ack)
+
+    def _await_decision(self, update: _Round) -> None:
+        try:
+            self._await(update, m.Commit, "decision")
+        except (PeerLostError, UpdateTimeoutError) as error:
+            self._doubt = (
+                f"prepared for version {update.version}, then the publisher went away before the "
+                "decision was known"
+            )
+            self._tell_failed(update, "decision", error)
+            error.add_note(f"this subscriber is quarantined: {self._doubt}")
+            raise
+
+    def _place(self, update: _Round, *, staged: bool) -> m.Committed:
+        """Put the fetched bytes in place (or keep them); returns the acknowledgement to send."""
+        pause, readback = 0.0, b""
+        self._check_epoch(update)
+        if staged:
+            with self._lock:
+                self._placement.keep_staged(update.version)
+                self._doubt = ""
+                self._staged.notify_all()
+        else:
+            started = time.monotonic()
+            self._torn = f"version {update.version} is half in place"
+            self._placement.place(self._workers)
+            self._check_epoch(update)
+            pause = time.monotonic() - started
+            if self._verify == "readback":
+                readback = self._placement.readback(self._workers, self._wanted(update.version))
+            self._doubt = self._torn = ""
+            self._version = update.version
+        answer: m.Committed = self._answer(
+            m.Committed, update, readback=readback, pause=pause, staged=staged
+        )
+        return answer
+
+    def _flip(self) -> None:
+        """Put a version that the thread staged in place."""
+        version = self._placement.staged_version
+        if version <= self._version:
+            return
+        self._torn = f"version {version} is half in place"
+        try:
+            self._placement.place_staged(self._workers)
+        except BaseException as error:
+            self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
+            raise QuarantinedError(self._torn) from error
+        self._torn = ""
+        self._version = version
+
+    def _step_staged(self, deadline: float, seconds: float) -> int:
+        with self._lock:
+            while self._placement.staged_version <= self._version:
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    self._thread = None if isinstance(error, PeerLostError) else self._thread
+                    raise error
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._staged.wait(min(left, _SERVE_POLL_SECONDS)):
+                    if time.monotonic() < deadline:
+                        continue
+                    if seconds == 0:
+                        break
+                    raise UpdateTimeoutError(
+                        f"no new version was staged within {seconds:g} s; version "
+                        f"{self._version} is live",
+                        missing=[f"publisher at {self._client.endpoint}"],
+                    )
+            self._flip()
+            return self._version
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                begin = self._await_begin(time.monotonic() + _SERVE_POLL_SECONDS)
+                if begin is not None:
+                    self._take_part(begin, staged=True)
+            except PeerLostError as error:
+                self._keep_error(error)
+                return
+            except UpdateAbortedError as error:
+                self._keep_error(error)
+            except BaseException as error:
+                self._keep_error(error)
+
+    def _keep_error(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            self._staged.notify_all()
+
+    def _await(self, update: _Round, kind: type[Any], what: str) -> None:
+        """Wait for one message of this update."""
+        deadline = time.monotonic() + update.timeout
+        while True:
+            message = self._client.receive(deadline)
+            if message is None:
+                raise UpdateTimeoutError(
+                    f"the publisher at {self._client.endpoint} sent no {what} of version "
+                    f"{update.version} within {update.timeout:g} s",
+                    missing=[f"publisher at {self._client.endpoint}"],
+                )
+            self._refuse_close(message)
+            if getattr(message, "epoch", None) != update.epoch:
+                continue
+            if isinstance(message, m.Abort):
+                raise UpdateAbortedError(
+                    f"the publisher aborted version {update.version}: {message.reason}; version "
+                    f"{self._version} stays"
+                )
+            if isinstance(message, kind):
+                return
+            raise ProtocolError(f"{type(message).__name__} while waiting for the {what}")
+
+    def _answer(self, kind: type[Any], update: _Round, **fields: Any) -> Any:
+        return kind(session=self._session, version=update.version, epoch=update.epoch, **fields)
+
+    def _tell_failed(self, update: _Round, phase: str, error: BaseException) -> None:
+        with contextlib.suppress(ParallelKitError):
+            name, text = type(error).__name__, str(error)[:2000]
+            failed = self._answer(m.Failed, update, phase=phase, error=name, message=text)
+            self._client.send(failed)
+
+    def _check_epoch(self, update: _Round) -> None:
+        if self._transport.epoch != update.epoch:
+            raise TransportError(
+                f"the publisher went on without this subscriber (epoch {self._transport.epoch} "
+                f"instead of {update.epoch}): it came too late for version {update.version}"
+            )
+
+    def _wanted(self, version: int) -> list[bool]:
+        return wanted_blocks(self._verify, self.plan, self._run_id, version)
+
+    def _refuse_close(self, message: Any) -> None:
+        if isinstance(message, m.Close):
+            name = f"publisher at {self._client.endpoint}"
+            raise PeerLostError(f"the {name} ended this subscription: {message.reason}", peers=[name])
+        if isinstance(message, m.Refused):
+            raise _error_of(message)
+
+    def _refuse_if_quarantined(self) -> None:
+        if self._doubt or self._torn:
+            raise QuarantinedError(
+                f"{self.name} is quarantined and serves nothing: {self._doubt or self._torn}. The "
+                "next update that commits brings it back"
+            )
+
+    def _check(self, what: str) -> None:
+        if self._closed:
+            raise StateError(f"{what}() after close(): subscribe again with a new ticket")
+        if self._pid != os.getpid():
+            raise StateError(f"{what}() in a forked child: a subscriber belongs to one process")
+
+
+def _sink_of(target: Any) -> WeightSink:
+    sink = target if isinstance(target, WeightSink) else hooks.weight_sink(target)
+    if sink is None:
+        raise NoBackendError(
+            f"no installed plugin places weights into a {type(target).__module__}."
+            f"{type(target).__qualname__}; for an nn.Module: pip install parallelkit-torch"
+        )
+    return sink
+
+
+def _connect(welcome: m.Welcome) -> SubscriberTransport:
+    transport = hooks.connect_transport(welcome.transport, welcome.offer)
+    if transport is None:
+        raise TransportError(
+            f"no plugin installed here has the publisher's transport {welcome.transport!r}"
+        )
+    return transport
+
+
+def _expect(client: ControlClient, kind: type[Any], deadline: float, timeout: float) -> Any:
+    message = client.receive(deadline)
+    if isinstance(message, kind):
+        return message
+    if isinstance(message, m.Refused):
+        raise _error_of(message)
+    if message is None:
+        raise UpdateTimeoutError(
+            f"the publisher at {client.endpoint} did not answer within {timeout:g} s",
+            missing=[f"publisher at {client.endpoint}"],
+        )
+    raise ProtocolError(f"the publisher answered with {type(message).__name__}")
+
+
+def _error_of(message: m.Refused) -> WeightTransferError:
+    kinds: dict[str, type[WeightTransferError]] = {
+        kind.__name__: kind
+        for kind in (TicketError, ProtocolError, TransportError, ManifestMismatchError, StateError)
+    }
+    return kinds.get(message.error, ProtocolError)(f"the publisher refused: {message.message}")

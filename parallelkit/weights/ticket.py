@@ -1,0 +1,169 @@
+"""Tickets: one string that lets one member group join one publisher.
+
+A ticket carries the endpoint, the publisher's CURVE public key and a secret token. Whoever holds
+it can join and read the weights, so it travels over private channels only (a pipe, a file of mode
+0600, TLS). Each member rank uses it once; it expires; the publisher keeps only a hash of the token.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+
+import attrs
+import msgspec
+
+from parallelkit.errors import TicketError
+
+PREFIX = "pk1."
+MAX_TICKET_CHARS = 1024
+
+
+@attrs.frozen
+class Ticket:
+    """What the string holds.
+
+    Attributes:
+        endpoint: `tcp://host:port` of the publisher's control channel.
+        server_key: the publisher's CURVE public key, 40 characters of Z85.
+        token: 32 secret bytes.
+        members: how many member ranks join with it.
+    """
+
+    endpoint: str
+    server_key: str
+    token: bytes = attrs.field(repr=False)
+    members: int = 1
+
+    def encode(self) -> str:
+        """The string form."""
+        body = msgspec.msgpack.encode((self.endpoint, self.server_key, self.token, self.members))
+        return PREFIX + base64.urlsafe_b64encode(_checksum(body) + body).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str) -> Ticket:
+        """Parse and check the string form.
+
+        Raises:
+            TicketError: it is no ticket, or was altered or cut.
+        """
+        if not isinstance(text, str) or not text.strip().startswith(PREFIX):
+            raise TicketError(
+                f"not a parallelkit ticket: {str(text)[:12]!r}...; a ticket starts with "
+                f"{PREFIX!r} and comes from publisher.ticket or publisher.new_ticket()"
+            )
+        text = text.strip()
+        try:
+            if len(text) > MAX_TICKET_CHARS:
+                raise ValueError("too long")
+            raw = base64.b64decode(text[len(PREFIX) :] + "===", altchars=b"-_", validate=True)
+            body = raw[8:]
+            if not hmac.compare_digest(raw[:8], _checksum(body)):
+                raise ValueError("checksum")
+            endpoint, key, token, members = msgspec.msgpack.decode(
+                body, type=tuple[str, str, bytes, int]
+            )
+            if len(key) != 40 or len(token) != 32 or not 1 <= members <= 65536:
+                raise ValueError("field")
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise TicketError(
+                "the ticket is damaged or was altered; copy it whole, or get a new one from "
+                "publisher.new_ticket()"
+            ) from error
+        return cls(endpoint, key, token, members)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=8, person=b"pk-ticket").digest()
+
+
+@attrs.define(eq=False)
+class IssuedTicket:
+    """The publisher's side of a ticket.
+
+    Attributes:
+        number: 1, 2, ... in the order of issue; names the member group.
+        label: name of the group in reports.
+        token_hash: of the secret token.
+        members: ranks that may join; joined: those that did.
+        expires_at: on the monotonic clock, in seconds; None for never.
+    """
+
+    number: int
+    label: str
+    token_hash: bytes = attrs.field(repr=False)
+    members: int
+    expires_at: float | None
+    joined: set[int] = attrs.field(factory=set)
+
+
+class TicketOffice:
+    """Issues tickets and redeems them. Safe to call from several threads."""
+
+    def __init__(self, endpoint: str, server_key: str) -> None:
+        self._endpoint = endpoint
+        self._server_key = server_key
+        self._issued: list[IssuedTicket] = []
+        self._lock = threading.Lock()
+
+    def issue(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
+        """Make a ticket; returns its string and number."""
+        if isinstance(members, bool) or not isinstance(members, int) or not 1 <= members <= 65536:
+            raise TicketError(f"members is {members!r}; a ticket is for 1 to 65536 member ranks")
+        if expires is not None and not expires > 0:
+            raise TicketError(f"expires is {expires!r}; give seconds above 0, or None for never")
+        token = secrets.token_bytes(32)
+        with self._lock:
+            number = len(self._issued) + 1
+            self._issued.append(
+                IssuedTicket(
+                    number=number,
+                    label=name or f"subscriber-{number}",
+                    token_hash=hashlib.sha256(token).digest(),
+                    members=members,
+                    expires_at=None if expires is None else time.monotonic() + expires,
+                )
+            )
+        return Ticket(self._endpoint, self._server_key, token, members).encode(), number
+
+    def usable(self, number: int) -> bool:
+        """Whether nobody used ticket `number` yet and it has not expired."""
+        with self._lock:
+            ticket = self._issued[number - 1]
+            return not ticket.joined and not _expired(ticket)
+
+    def redeem(self, token: bytes, member: int) -> IssuedTicket:
+        """Use a ticket for one member rank.
+
+        Raises:
+            TicketError: unknown, expired or used token, or a member rank it is not for.
+        """
+        hashed = hashlib.sha256(token).digest()
+        with self._lock:
+            found = [t for t in self._issued if hmac.compare_digest(t.token_hash, hashed)]
+            if not found:
+                raise TicketError("this publisher issued no such ticket: altered, or of another run")
+            ticket = found[0]
+            if _expired(ticket):
+                raise TicketError(
+                    "the ticket has expired; ask for a new one with publisher.new_ticket(expires=...)"
+                )
+            if not 0 <= member < ticket.members:
+                raise TicketError(
+                    f"member is {member}; this ticket is for member ranks 0 to {ticket.members - 1}"
+                )
+            if member in ticket.joined:
+                raise TicketError(
+                    f"member {member} of this ticket has joined already; each member rank may use "
+                    "a ticket once: get a new one from publisher.new_ticket()"
+                )
+            ticket.joined.add(member)
+            return ticket
+
+
+def _expired(ticket: IssuedTicket) -> bool:
+    return ticket.expires_at is not None and time.monotonic() > ticket.expires_at
