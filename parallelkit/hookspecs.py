@@ -17,6 +17,7 @@ Common rules:
 Write implementations with `from parallelkit.plugin import hookimpl`.
 """
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -7,7 +7,7 @@ an older core keeps working.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from parallelkit.weights.manifest import Manifest
 
 Reduce = Literal["mean", "sum"]
+
+
+def _tuple(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
 
 
 def _names(value: Any) -> frozenset[str]:
@@ -61,7 +65,7 @@ class Candidate:
 
     name: str
     framework: str
-    devices: tuple[str, ...] = attrs.field(converter=tuple, default=())
+    devices: tuple[str, ...] = attrs.field(converter=_tuple, default=())
     backends: Mapping[str, str] = attrs.field(factory=dict)
     features: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     score: float = attrs.field(default=0.0)
@@ -69,7 +73,11 @@ class Candidate:
 
     @score.validator
     def _finite(self, attribute: object, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise PluginContractError(
                 f"candidate {self.name!r} has score {value!r}; a score is a finite number"
             )

@@ -94,7 +94,7 @@ def stage(
             if h is not None:
                 if p.offset > end:
                     h.update(_ZEROS[: p.offset - end])
-                h.update(source)
+                h.update(source.data)
             end = p.offset + p.nbytes
         if h is not None:
             stop = plan.block_span(block)[1]
@@ -109,9 +109,7 @@ def stage(
             if arena is not None or (wanted is not None and wanted[block])
             for p in plan.pieces(block)
         }
-        views = {
-            i: views[i] if i in views else _sized(fetch(i), plan, i) for i in sorted(needed)
-        }
+        views = {i: views[i] if i in views else _sized(fetch(i), plan, i) for i in sorted(needed)}
         todo = [b for b in batch if arena is not None or (wanted is not None and wanted[b])]
         workers.map(lambda k, todo=todo: one(todo[k]), len(todo), len(todo) * plan.block_bytes)  # type: ignore[misc]
     return digests
@@ -126,7 +124,7 @@ def hash_arena(
     def one(block: int) -> None:
         if wanted[block]:
             start, stop = plan.block_span(block)
-            digests[block] = xxhash.xxh3_64_intdigest(arena[start:stop])
+            digests[block] = xxhash.xxh3_64_intdigest(arena[start:stop].data)
 
     workers.map(one, plan.blocks, plan.nbytes)
     return digests

@@ -268,7 +268,8 @@ class ControlClient:
             except zmq.Again:
                 pass
             if self._gone is not None:
-                if self._dealer.poll(int(1000 * _LAST_WORDS_SECONDS)):  # what had arrived before the end comes first
+                # What had arrived before the end comes first.
+                if self._dealer.poll(int(1000 * _LAST_WORDS_SECONDS)):
                     continue
                 raise self._gone
             if self._watch():
@@ -342,7 +343,9 @@ def parse_endpoint(endpoint: str | None) -> tuple[str, int]:
         if address.is_unspecified:
             raise ValueError("all interfaces")
     except (ValueError, OSError) as error:
-        raise TransportError(f"endpoint {endpoint!r} cannot be used ({error}); {help_text}") from error
+        raise TransportError(
+            f"endpoint {endpoint!r} cannot be used ({error}); {help_text}"
+        ) from error
     return (f"[{address}]" if address.version == 6 else str(address)), port
 
 

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -38,6 +38,10 @@ MAX_DIMS: Final = 16
 MAX_TENSOR_BYTES: Final = 1 << 46
 
 
+def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(values)
+
+
 @attrs.frozen(kw_only=True)
 class TensorSpec:
     """One name of one tensor.
@@ -51,7 +55,7 @@ class TensorSpec:
 
     name: str = attrs.field()
     dtype: str = attrs.field()
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_tuple)
     alias_of: str | None = None
 
     @name.validator
@@ -100,7 +104,7 @@ class Manifest:
         tensors: every name, aliases included, in the order of the model.
     """
 
-    tensors: tuple[TensorSpec, ...] = attrs.field(converter=tuple)
+    tensors: tuple[TensorSpec, ...] = attrs.field(converter=_tuple)
 
     @tensors.validator
     def _consistent(self, attribute: object, value: tuple[TensorSpec, ...]) -> None:

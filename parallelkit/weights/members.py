@@ -117,7 +117,9 @@ class Members(Desk):
                 if other is not member and other.ticket is member.ticket and other.present
             ]
 
-    def mark(self, member: Member, state: str, reason: str = "", version: int | None = None) -> None:
+    def mark(
+        self, member: Member, state: str, reason: str = "", version: int | None = None
+    ) -> None:
         """Set a member's state, and its version where one is given."""
         with self.changed:
             member.state, member.reason = state, reason

@@ -32,7 +32,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Base of all messages."""
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, tag="hello"):
     """S to P: let me join. The first message of a connection."""
 
     protocol: Count
@@ -48,7 +48,7 @@ class Hello(_Message, tag="hello"):
     library: Short
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(_Message, frozen=True, tag="welcome"):
     """P to S: you are in; this is what there is."""
 
     session: Key
@@ -63,27 +63,27 @@ class Welcome(_Message, tag="welcome"):
     timeout: float
 
 
-class Opened(_Message, tag="opened"):
+class Opened(_Message, frozen=True, tag="opened"):
     """S to P: the target needs exactly this, the plans agree, the transport is connected."""
 
     session: Key
     plan_digest: Key
 
 
-class Joined(_Message, tag="joined"):
+class Joined(_Message, frozen=True, tag="joined"):
     """P to S: you take part from the next update on."""
 
     version: Count
 
 
-class Refused(_Message, tag="refused"):
+class Refused(_Message, frozen=True, tag="refused"):
     """Either way: no. `error` is the class name of the error to raise at the other side."""
 
     error: Short
     message: Text
 
 
-class Begin(_Message, tag="begin"):
+class Begin(_Message, frozen=True, tag="begin"):
     """P to S: an update starts."""
 
     version: Count
@@ -91,7 +91,7 @@ class Begin(_Message, tag="begin"):
     timeout: float
 
 
-class Ready(_Message, tag="ready"):
+class Ready(_Message, frozen=True, tag="ready"):
     """S to P: I take part."""
 
     session: Key
@@ -99,14 +99,14 @@ class Ready(_Message, tag="ready"):
     epoch: Count
 
 
-class Transfer(_Message, tag="transfer"):
+class Transfer(_Message, frozen=True, tag="transfer"):
     """P to S: the bytes are there; fetch and hash them."""
 
     version: Count
     epoch: Count
 
 
-class Prepared(_Message, tag="prepared"):
+class Prepared(_Message, frozen=True, tag="prepared"):
     """S to P: I hold the bytes, these are their digests (8 bytes a block, little endian)."""
 
     session: Key
@@ -116,14 +116,14 @@ class Prepared(_Message, tag="prepared"):
     seconds: float
 
 
-class Commit(_Message, tag="commit"):
+class Commit(_Message, frozen=True, tag="commit"):
     """P to S: decided. Put the bytes in place."""
 
     version: Count
     epoch: Count
 
 
-class Committed(_Message, tag="committed"):
+class Committed(_Message, frozen=True, tag="committed"):
     """S to P: in place. `pause` is how long live memory was being written, in seconds."""
 
     session: Key
@@ -134,7 +134,7 @@ class Committed(_Message, tag="committed"):
     staged: bool
 
 
-class Failed(_Message, tag="failed"):
+class Failed(_Message, frozen=True, tag="failed"):
     """S to P: I could not do my part."""
 
     session: Key
@@ -145,7 +145,7 @@ class Failed(_Message, tag="failed"):
     message: Text
 
 
-class Abort(_Message, tag="abort"):
+class Abort(_Message, frozen=True, tag="abort"):
     """P to S: not this time; keep what you have."""
 
     version: Count
@@ -153,13 +153,13 @@ class Abort(_Message, tag="abort"):
     reason: Text
 
 
-class Leave(_Message, tag="leave"):
+class Leave(_Message, frozen=True, tag="leave"):
     """S to P: I close."""
 
     session: Key
 
 
-class Close(_Message, tag="close"):
+class Close(_Message, frozen=True, tag="close"):
     """P to S: the publisher closes, or lets this member go."""
 
     reason: Text
@@ -184,7 +184,8 @@ def decode_at_publisher(frame: bytes) -> ToPublisher:
     Raises:
         ProtocolError: it is not one of our messages.
     """
-    return _decode(_to_publisher, frame)
+    message: ToPublisher = _decode(_to_publisher, frame)
+    return message
 
 
 def decode_at_subscriber(frame: bytes) -> ToSubscriber:
@@ -193,7 +194,8 @@ def decode_at_subscriber(frame: bytes) -> ToSubscriber:
     Raises:
         ProtocolError: it is not one of our messages.
     """
-    return _decode(_to_subscriber, frame)
+    message: ToSubscriber = _decode(_to_subscriber, frame)
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:

@@ -102,7 +102,7 @@ class Placement:
             data = arena[offset : offset + size]
             target = self._sink.destination(self._order[tensor])
             if target is None:
-                self._sink.write(self._order[tensor], memoryview(data))
+                self._sink.write(self._order[tensor], data.data)
             else:
                 pairs.append((_writable(target, size), data))
         copy_all(pairs, workers)

@@ -289,9 +289,13 @@ class WeightPublisher:
         if self._group is None:
             return
         mine = self._plan.digest.hex()
-        digests = [str(self._group.broadcast_object(mine, src)) for src in range(self._group.world_size)]
+        digests = [
+            str(self._group.broadcast_object(mine, src)) for src in range(self._group.world_size)
+        ]
         if len(set(digests)) > 1:
-            table = "\n".join(f"  rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests))
+            table = "\n".join(
+                f"  rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests)
+            )
             raise RankMismatchError(
                 "the ranks publish different models (names, dtypes or shapes), by fingerprint:\n"
                 f"{table}\nWith replicas every rank publishes the same model"
@@ -318,14 +322,15 @@ class WeightPublisher:
             raise PeerLostError(f"publisher rank 0 is gone: {error}", peers=["rank 0"]) from error
         assert isinstance(outcome, dict)
         if "error" in outcome:
-            error = _unpack_error(outcome)
-            if isinstance(error, PartialCommitError) and isinstance(error.report, TransferReport):
-                self._version = error.report.version
-            raise error
-        report = outcome["report"]
-        if not isinstance(report, dict):
+            failure = _unpack_error(outcome)
+            if isinstance(failure, PartialCommitError):
+                report = failure.report
+                self._version = report.version if isinstance(report, TransferReport) else 0
+            raise failure
+        packed = outcome["report"]
+        if not isinstance(packed, dict):
             return None  # type: ignore[return-value]
-        rebuilt = report_from_dict(report)
+        rebuilt = report_from_dict(packed)
         self._version = rebuilt.version
         return rebuilt  # type: ignore[return-value]
 

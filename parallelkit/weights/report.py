@@ -136,4 +136,11 @@ def report_from_dict(data: dict[str, Any]) -> TransferReport:
 
 
 def _event(name: str, start: float, seconds: float, thread: int) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "ts": start * 1e6, "dur": seconds * 1e6, "pid": 0, "tid": thread}
+    return {
+        "name": name,
+        "ph": "X",
+        "ts": start * 1e6,
+        "dur": seconds * 1e6,
+        "pid": 0,
+        "tid": thread,
+    }

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from parallelkit.errors import ProtocolError, TransportError
-from parallelkit.specs import HostIdentity, TransportCandidate, TransportRequest
+from parallelkit.specs import TransportCandidate, TransportRequest
 from parallelkit.weights.segments import SHM_DIR, Segment, sweep_orphans
 
 NAME = "shm"

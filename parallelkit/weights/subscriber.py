@@ -448,7 +448,9 @@ class WeightSubscriber:
     def _refuse_close(self, message: Any) -> None:
         if isinstance(message, m.Close):
             name = f"publisher at {self._client.endpoint}"
-            raise PeerLostError(f"the {name} ended this subscription: {message.reason}", peers=[name])
+            raise PeerLostError(
+                f"the {name} ended this subscription: {message.reason}", peers=[name]
+            )
         if isinstance(message, m.Refused):
             raise _error_of(message)
 

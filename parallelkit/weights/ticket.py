@@ -146,11 +146,13 @@ class TicketOffice:
         with self._lock:
             found = [t for t in self._issued if hmac.compare_digest(t.token_hash, hashed)]
             if not found:
-                raise TicketError("this publisher issued no such ticket: altered, or of another run")
+                raise TicketError(
+                    "this publisher issued no such ticket: altered, or of another run"
+                )
             ticket = found[0]
             if _expired(ticket):
                 raise TicketError(
-                    "the ticket has expired; ask for a new one with publisher.new_ticket(expires=...)"
+                    "the ticket has expired; get a new one from publisher.new_ticket(expires=...)"
                 )
             if not 0 <= member < ticket.members:
                 raise TicketError(

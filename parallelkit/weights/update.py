@@ -1,10 +1,10 @@
 """One update, from begin to the decision and the commit: the coordinator of a two-phase commit.
 
-    begin    -> ready       every member takes part          failure, loss or deadline here:
-    transfer -> prepared    every member holds the bytes     everyone aborts and stays old
-    ---- decision ----
-    commit   -> committed   every member has them in place   failure here: that member is
-                                                             quarantined (or lost), by name
+begin    -> ready       every member takes part          failure, loss or deadline here:
+transfer -> prepared    every member holds the bytes     everyone aborts and stays old
+---- decision ----
+commit   -> committed   every member has them in place   failure here: that member is
+                                                         quarantined (or lost), by name
 """
 
 from __future__ import annotations
@@ -159,9 +159,7 @@ class Update:
             elif isinstance(item.message, m.Failed) and self._mine(item.message):
                 settle(member, "quarantined", f"{item.message.error}: {item.message.message}", None)
         for member in list(waiting.values()):
-            settle(
-                member, "quarantined", f"no acknowledgement within {self.timeout:g} s", None
-            )
+            settle(member, "quarantined", f"no acknowledgement within {self.timeout:g} s", None)
         return [reports[member.route] for member in self.members]
 
     def _tell(self, message: Any) -> None:
@@ -187,15 +185,15 @@ class Update:
                 )
                 failures = dict.fromkeys(names, f"did not {duty} within {self.timeout:g} s")
                 raise self._aborted(phase, failures, cause)
-            member = next((x for x in self.members if x.route == item.route), None)
-            if member is None:
+            sender = next((x for x in self.members if x.route == item.route), None)
+            if sender is None:
                 continue
             if isinstance(item, Lost):
-                raise self._gone(phase, member)
+                raise self._gone(phase, sender)
             if isinstance(item.message, m.Failed) and self._mine(item.message):
                 text = f"{item.message.error}: {item.message.message}"
-                cause = WeightTransferError(f"{member.name} failed in {item.message.phase}: {text}")
-                raise self._aborted(item.message.phase, {member.name: text}, cause)
+                cause = WeightTransferError(f"{sender.name} failed in {item.message.phase}: {text}")
+                raise self._aborted(item.message.phase, {sender.name: text}, cause)
             if isinstance(item.message, kind) and self._mine(item.message):
                 answers[item.route] = item.message
                 waiting.pop(item.route, None)
