@@ -1,0 +1,104 @@
+"""Set up a parallel context: a plan, checked against the backend before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+from parallelkit import groups, hooks
+from parallelkit.errors import PlanError
+from parallelkit.loader import PluginInfo, PluginManager
+from parallelkit.plan import ParallelPlan, plan
+from parallelkit.protocols import ParallelContext, ProcessGroup
+from parallelkit.selection import require, select
+from parallelkit.specs import Candidate, ContextSpec, ProbeRequest, Reduce
+
+AXES = ("pipeline", "data", "data_shard", "context", "tensor", "expert")
+
+
+def parallel_context(
+    mode: str | None = None,
+    *,
+    pipeline: int = 1,
+    data: int | None = None,
+    data_shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    reduce: str = "mean",
+    group: ProcessGroup | None = None,
+    fallback: bool = False,
+    manager: PluginManager | None = None,
+    **options: Any,
+) -> ParallelContext:
+    """Spread training over a group's ranks as planned.
+
+    Collective over the group: every rank makes the same call. It blocks while the framework
+    makes its groups, up to the group's timeout. The plan and the backend's features are checked
+    first, without communication.
+
+    Args:
+        mode: `"standalone"`, `"data"`, `"hybrid"`, `"semi_auto"`, `"auto"`; None: `"data"` or
+            `"hybrid"`, by the degrees.
+        pipeline, data, data_shard, context, tensor, expert: degree of each axis; one may be -1
+            and is inferred. `data` None: whatever the others leave.
+        reduce: `"mean"` or `"sum"` of the ranks' gradients, the same on every framework.
+        group: the group to use, the current one by default.
+        fallback: take the nearest mode that can run (see `.effective`) instead of an error.
+        manager: plugins to use, the process's own by default.
+        options: options of the framework's own, refused by name when unknown.
+
+    Raises:
+        NotInitializedError: no group is open.
+        PlanError: degrees that do not fit the world size, or an unknown `reduce`.
+        UnsupportedFeatureError: the backend cannot run the mode or an axis; says what it can.
+    """
+    group = group if group is not None else groups.current_group()
+    if reduce not in get_args(Reduce):
+        raise PlanError(f"reduce is {reduce!r}; it is 'mean' or 'sum'")
+    planned = plan(
+        group.world_size,
+        mode,
+        pipeline=pipeline,
+        data=data,
+        data_shard=data_shard,
+        context=context,
+        tensor=tensor,
+        expert=expert,
+    )
+    held = groups.open_group()
+    if manager is None and held is not None:
+        manager = held.manager
+    plugin, candidate = backend_of(group, manager=manager)
+    wanted = features(planned)
+    if fallback:
+        wanted.discard(f"context.{planned.mode}")
+    require(candidate, plugin, wanted)
+    spec = ContextSpec(
+        plan=planned,
+        mode=planned.mode,
+        reduce=cast("Reduce", reduce),
+        fallback=fallback,
+        options=options,
+    )
+    made = hooks.setup_parallel_context(plugin, spec, group, manager=manager)
+    if held is not None:
+        held.context = made
+    return made
+
+
+def features(planned: ParallelPlan) -> set[str]:
+    """List what a backend must support to run a plan: its mode, and each axis above one."""
+    degrees = {axis: getattr(planned, axis) for axis in AXES}
+    return {f"context.{planned.mode}"} | {f"axis.{a}" for a, n in degrees.items() if n > 1}
+
+
+def backend_of(
+    group: ProcessGroup, *, manager: PluginManager | None = None
+) -> tuple[PluginInfo, Candidate]:
+    """Return the plugin that opened `group`, else the one that serves its framework."""
+    held = groups.open_group()
+    if held is not None and (group is held or group.framework == held.framework):
+        return held.selection.winner, held.selection.candidate
+    request = ProbeRequest(framework=group.framework)
+    selection = select(request, manager=manager)
+    return selection.winner, selection.candidate

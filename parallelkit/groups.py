@@ -1,0 +1,353 @@
+"""Open the default process group, once, on whichever framework was chosen.
+
+The launcher's variables are read and frozen before any framework is imported, since importing
+one may write some of them. Nothing here writes `os.environ`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from parallelkit import hooks
+from parallelkit.errors import (
+    AlreadyInitializedError,
+    GroupError,
+    LaunchError,
+    NotInitializedError,
+)
+from parallelkit.launch import LaunchInfo
+from parallelkit.loader import PluginManager, default_manager
+from parallelkit.protocols import Plain, ProcessGroup, Tensor
+from parallelkit.ranks import compare_plugins
+from parallelkit.selection import Selection, select
+from parallelkit.specs import GroupSpec, ProbeRequest
+
+DEFAULT_TIMEOUT: Final = 60.0
+
+
+class CountedGroup:
+    """The default group as users hold it: the plugin's group, closed by the last close.
+
+    Each `init_process_group` with the same specification returns this very object and counts one
+    more; each `close`, or end of a `with` block, counts one less. Everything else goes straight
+    to the plugin's group.
+    """
+
+    def __init__(
+        self,
+        inner: ProcessGroup,
+        spec: GroupSpec,
+        selection: Selection,
+        manager: PluginManager,
+    ) -> None:
+        self.inner = inner
+        self.spec = spec
+        self.selection = selection
+        self.manager = manager
+        self.context: Any = None  #: the parallel context opened last, for `explain()`
+        self._count = 1
+
+    # --- facts
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.inner.local_rank
+
+    @property
+    def device(self) -> str:
+        return self.inner.device
+
+    @property
+    def backend(self) -> str:
+        return self.inner.backend
+
+    @property
+    def framework(self) -> str:
+        return self.inner.framework
+
+    @property
+    def timeout(self) -> float:
+        return self.inner.timeout
+
+    @property
+    def closed(self) -> bool:
+        return self._count == 0 or self.inner.closed
+
+    @property
+    def native(self) -> Any:
+        return self.inner.native
+
+    # --- collectives
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        self.inner.barrier(timeout=timeout)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        return self.inner.all_reduce(x, op)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        return self.inner.broadcast(x, src)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return self.inner.all_gather(x)
+
+    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
+        return self.inner.reduce_scatter(x, op)
+
+    def broadcast_object(self, obj: Plain, src: int = 0, *, timeout: float | None = None) -> Plain:
+        return self.inner.broadcast_object(obj, src, timeout=timeout)
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        return self.inner.subgroup(ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not set yet: a copy being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)  # what a plugin's own group has beyond the protocol
+
+    # --- life
+
+    def open_again(self) -> CountedGroup:
+        """Count one more user."""
+        self._count += 1
+        return self
+
+    def close(self) -> None:
+        """Leave the group; the last of as many calls as there were inits closes it."""
+        with _lock:
+            if self._count == 0:
+                return
+            self._count -= 1
+            if self._count == 0:
+                _forget(self)
+                self.inner.close()
+
+    def __enter__(self) -> CountedGroup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"rank {self.rank} of {self.world_size}"
+        return f"<group {self.spec.framework}/{self.spec.backend} on {self.spec.device}, {state}>"
+
+
+_open: CountedGroup | None = None
+_lock = threading.RLock()
+_at_exit = False
+
+
+def init_process_group(
+    framework: str = "auto",
+    backend: str = "auto",
+    device: str = "auto",
+    rank: int | None = None,
+    world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    manager: PluginManager | None = None,
+) -> ProcessGroup:
+    """Open the default process group; what is not said is detected, and `explain()` says how.
+
+    Collective: every rank of the job calls it. It blocks until all ranks have arrived, up to
+    `timeout` seconds. The same call again returns the same group and counts; the last `close`
+    closes. A group that the script made before, by the framework's own call, is adopted and left
+    alive.
+
+    Args:
+        framework: `"torch"`, `"mindspore"`, a third party's name. Auto: what the launcher
+            implies, then what is imported already, then the highest score.
+        backend: `"gloo"`, `"nccl"`, ...; auto: the framework's for the device.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`, ...; auto: the best there is, by local rank.
+        rank, world_size, master_addr, master_port: override the launcher. Without a port, rank 0
+            takes a free one and publishes it by the launcher's rendezvous file.
+        timeout: seconds, for the rendezvous and then for each collective.
+        manager: plugins to use, the process's own by default.
+
+    Raises:
+        AlreadyInitializedError: a group is open with another specification.
+        LaunchError: the launcher's variables are partial or contradict each other.
+        RendezvousTimeoutError, PortInUseError, DeviceError: as their names say.
+        RankMismatchError: ranks have different plugins, versions, or chose differently.
+
+    Example:
+        >>> with init_process_group(device="cpu") as group:  # doctest: +SKIP
+        ...     total = group.all_reduce(x)
+    """
+    global _open
+    with _lock:
+        held = _live()
+        if held is not None:
+            given = {
+                "framework": framework,
+                "backend": backend,
+                "device": device,
+                "rank": rank,
+                "world_size": world_size,
+                "master_addr": master_addr,
+                "master_port": master_port,
+                "timeout": timeout,
+            }
+            _same_or_raise(held, given)
+            return held.open_again()
+        manager = manager or default_manager()
+        launch = _launch_info(rank, world_size, master_addr, master_port)
+        request = ProbeRequest(framework=framework, backend=backend, device=device, launch=launch)
+        selection = select(request, manager=manager)
+        spec = _spec(selection, launch, timeout)
+        inner = hooks.init_process_group(selection.winner, spec, manager=manager)
+        group = CountedGroup(inner, spec, selection, manager)
+        try:
+            compare_plugins(group, manager.plugins, selection)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                inner.close()
+            raise
+        _open = group
+        _close_at_exit()
+        return group
+
+
+def current_group() -> ProcessGroup:
+    """Return the open default group. Not collective.
+
+    Raises:
+        NotInitializedError: none is open; a rank is never guessed to be 0.
+    """
+    held = _live()
+    if held is None:
+        raise NotInitializedError(
+            "no process group is open; call parallelkit.init_process_group() first"
+        )
+    return held
+
+
+def read_launch() -> LaunchInfo:
+    """Return what the launcher said: of the open group if there is one, else of `os.environ`."""
+    held = _live()
+    return held.spec.launch if held is not None else LaunchInfo.from_environ(os.environ)
+
+
+def open_group() -> CountedGroup | None:
+    """Return the open default group or None, for reports."""
+    return _live()
+
+
+def reset() -> None:
+    """Close whatever is open, however often it was opened. For tests."""
+    held = _live()
+    if held is not None:
+        _shut(held)
+
+
+# --- inner parts -------------------------------------------------------------------------------
+
+
+def _live() -> CountedGroup | None:
+    held = _open
+    return None if held is None or held.closed else held
+
+
+def _forget(group: CountedGroup) -> None:
+    global _open
+    if _open is group:
+        _open = None
+
+
+def _launch_info(
+    rank: int | None, world_size: int | None, master_addr: str | None, master_port: int | None
+) -> LaunchInfo:
+    launch = read_launch().with_overrides(
+        rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
+    )
+    if launch.is_scheduler:
+        raise LaunchError(
+            f"this process is the scheduler that {launch.launcher} started (MS_ROLE=MS_SCHED): it "
+            "has no rank and takes part in no group. Leave before init_process_group there, or "
+            "start with torchrun or `parallelkit run`, which need no scheduler"
+        )
+    return launch
+
+
+def _spec(selection: Selection, launch: LaunchInfo, timeout: float) -> GroupSpec:
+    device = selection.device
+    if ":" not in device and device != "cpu":
+        device = f"{device}:{launch.local_rank}"
+    return GroupSpec(
+        framework=selection.candidate.framework,
+        backend=selection.backend,
+        device=device,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size,
+        master_addr=launch.master_addr,
+        master_port=launch.master_port,
+        timeout=timeout,
+        launch=launch,
+    )
+
+
+def _same_or_raise(held: CountedGroup, given: Mapping[str, Any]) -> None:
+    """Compare what this call says with what is open; what it leaves open agrees with anything.
+
+    The group's own facts count where it has them: one that was adopted may differ from the spec.
+    """
+    have = {**attrs.asdict(held.spec, recurse=False), "rank": held.rank}
+    have |= {"world_size": held.world_size, "backend": held.backend, "timeout": held.timeout}
+    other = {
+        name: value
+        for name, value in given.items()
+        if value not in (None, "auto") and not _agrees(name, value, have[name], held)
+    }
+    if other:
+        opened = ", ".join(f"{name}={have[name]!r}" for name in given)
+        asked = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        raise AlreadyInitializedError(
+            f"a process group is open already, with {opened}; this call asks for {asked}. "
+            "Close the first, or ask for the same"
+        )
+
+
+def _agrees(name: str, value: Any, have: Any, held: CountedGroup) -> bool:
+    if name == "timeout":  # its default says nothing
+        return bool(value in (have, DEFAULT_TIMEOUT))
+    if name == "framework":
+        return value in (have, held.selection.candidate.name, held.selection.winner.name)
+    if name == "device" and ":" not in str(value):
+        return bool(value == str(have).partition(":")[0])
+    if name == "master_port" and value == 0:
+        return True
+    return bool(value == have)
+
+
+def _close_at_exit() -> None:
+    global _at_exit
+    if not _at_exit:
+        _at_exit = True
+        atexit.register(reset)
+
+
+def _shut(group: CountedGroup) -> None:
+    _forget(group)
+    group._count = 0
+    with contextlib.suppress(GroupError):
+        group.inner.close()
