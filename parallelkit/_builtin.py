@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from parallelkit.errors import TransportError
 from parallelkit.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.Publisher
 
     if spec.name != shm.NAME:
         return None
+    unknown = sorted(set(spec.options) - {"named"})
+    if unknown:
+        raise TransportError(f"transport 'shm' has no option {', '.join(unknown)}; it has: named")
     return shm.ShmPublisher(spec.nbytes, named=bool(spec.options.get("named", False)))
 
 

@@ -43,6 +43,7 @@ class ProcessGroup(Protocol):
     @property
     def timeout(self) -> float:
         """Seconds that a collective may take."""
+
     @property
     def closed(self) -> bool: ...
     @property
@@ -64,9 +65,7 @@ class ProcessGroup(Protocol):
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
         """Combine `x` over ranks and keep this rank's slice of dim 0, which must divide evenly."""
 
-    def broadcast_object(
-        self, obj: Plain, src: int = 0, *, timeout: float | None = None
-    ) -> Plain:
+    def broadcast_object(self, obj: Plain, src: int = 0, *, timeout: float | None = None) -> Plain:
         """Give every rank the plain object of rank `src`; msgpack, never pickle.
 
         `timeout` in seconds replaces the group's for this call.
@@ -104,6 +103,7 @@ class ParallelContext(Protocol):
     @property
     def effective(self) -> str:
         """The mode that runs; differs from `mode` only with `fallback=True`."""
+
     @property
     def reduce(self) -> str: ...
     @property
@@ -221,6 +221,7 @@ class PublisherTransport(Protocol):
     @property
     def buffer(self) -> memoryview:
         """The writable arena, of the plan's `nbytes`."""
+
     @property
     def epoch(self) -> int: ...
 

@@ -1,0 +1,1 @@
+"""The `parallelkit` command. Each subcommand's module is imported when it runs."""

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from parallelkit.errors import ManifestError
 from parallelkit.weights.plan import ALIGNMENT, TransferPlan
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -163,7 +164,7 @@ def _sized(view: memoryview, plan: TransferPlan, tensor: int) -> Bytes:
     data = as_bytes(view) if plan.sizes[tensor] else np.empty(0, np.uint8)
     if len(data) != plan.sizes[tensor]:
         name = plan.manifest.unique[tensor].name
-        raise ValueError(
+        raise ManifestError(
             f"the source gave {len(data)} bytes for {name!r}, the manifest says "
             f"{plan.sizes[tensor]}: its shape or dtype changed after publish_weights"
         )

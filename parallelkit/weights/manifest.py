@@ -199,7 +199,7 @@ def check_exact(published: Manifest, needed: Manifest, *, limit: int = 20) -> No
 def _nearest(name: str, names: Mapping[str, TensorSpec]) -> str:
     if len(names) > 5000:  # a hint is not worth a quadratic search
         return ""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -149,7 +149,8 @@ class WeightSubscriber:
         self._using = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._staged = threading.Condition(self._lock)
+        # Guards what the thread staged; never held while live memory is used.
+        self._staged = threading.Condition()
 
     @property
     def version(self) -> int:
@@ -330,7 +331,7 @@ class WeightSubscriber:
         pause, readback = 0.0, b""
         self._check_epoch(update)
         if staged:
-            with self._lock:
+            with self._staged:
                 self._placement.keep_staged(update.version)
                 self._doubt = ""
                 self._staged.notify_all()
@@ -351,38 +352,37 @@ class WeightSubscriber:
 
     def _flip(self) -> None:
         """Put a version that the thread staged in place."""
-        version = self._placement.staged_version
-        if version <= self._version:
-            return
-        self._torn = f"version {version} is half in place"
-        try:
-            self._placement.place_staged(self._workers)
-        except BaseException as error:
-            self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
-            raise QuarantinedError(self._torn) from error
-        self._torn = ""
-        self._version = version
+        with self._lock, self._staged:
+            version = self._placement.staged_version
+            if version <= self._version:
+                return
+            self._torn = f"version {version} is half in place"
+            try:
+                self._placement.place_staged(self._workers)
+            except BaseException as error:
+                self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
+                raise QuarantinedError(self._torn) from error
+            self._torn = ""
+            self._version = version
 
     def _step_staged(self, deadline: float, seconds: float) -> int:
-        with self._lock:
+        with self._staged:
             while self._placement.staged_version <= self._version:
                 if self._error is not None:
                     error, self._error = self._error, None
-                    self._thread = None if isinstance(error, PeerLostError) else self._thread
                     raise error
+                if seconds == 0:
+                    return self._version
                 left = deadline - time.monotonic()
-                if left <= 0 or not self._staged.wait(min(left, _SERVE_POLL_SECONDS)):
-                    if time.monotonic() < deadline:
-                        continue
-                    if seconds == 0:
-                        break
+                if left <= 0:
                     raise UpdateTimeoutError(
                         f"no new version was staged within {seconds:g} s; version "
                         f"{self._version} is live",
                         missing=[f"publisher at {self._client.endpoint}"],
                     )
-            self._flip()
-            return self._version
+                self._staged.wait(left)
+        self._flip()
+        return self._version
 
     def _serve(self) -> None:
         while not self._closed:
@@ -399,7 +399,7 @@ class WeightSubscriber:
                 self._keep_error(error)
 
     def _keep_error(self, error: BaseException) -> None:
-        with self._lock:
+        with self._staged:
             self._error = error
             self._staged.notify_all()
 

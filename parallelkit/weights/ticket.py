@@ -60,7 +60,11 @@ class Ticket:
         try:
             if len(text) > MAX_TICKET_CHARS:
                 raise ValueError("too long")
-            raw = base64.b64decode(text[len(PREFIX) :] + "===", altchars=b"-_", validate=True)
+            encoded = text[len(PREFIX) :]
+            padding = "=" * (-len(encoded) % 4)
+            raw = base64.b64decode(encoded + padding, altchars=b"-_", validate=True)
+            if base64.urlsafe_b64encode(raw).decode().rstrip("=") != encoded:
+                raise ValueError("spelling")
             body = raw[8:]
             if not hmac.compare_digest(raw[:8], _checksum(body)):
                 raise ValueError("checksum")
