@@ -12,8 +12,6 @@ from parallelkit.protocols import ParallelContext, ProcessGroup
 from parallelkit.selection import require, select
 from parallelkit.specs import Candidate, ContextSpec, ProbeRequest, Reduce
 
-AXES = ("pipeline", "data", "data_shard", "context", "tensor", "expert")
-
 
 def parallel_context(
     mode: str | None = None,
@@ -88,8 +86,8 @@ def parallel_context(
 
 def features(planned: ParallelPlan) -> set[str]:
     """List what a backend must support to run a plan: its mode, and each axis above one."""
-    degrees = {axis: getattr(planned, axis) for axis in AXES}
-    return {f"context.{planned.mode}"} | {f"axis.{a}" for a, n in degrees.items() if n > 1}
+    axes = {f"axis.{axis}" for axis, degree in planned.degrees.items() if degree > 1}
+    return {f"context.{planned.mode}"} | axes
 
 
 def backend_of(

@@ -275,8 +275,12 @@ def _forget(group: CountedGroup) -> None:
 def _launch_info(
     rank: int | None, world_size: int | None, master_addr: str | None, master_port: int | None
 ) -> LaunchInfo:
-    launch = read_launch().with_overrides(
-        rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
+    launch = LaunchInfo.from_environ(
+        os.environ,
+        rank=rank,
+        world_size=world_size,
+        master_addr=master_addr,
+        master_port=master_port,
     )
     if launch.is_scheduler:
         raise LaunchError(

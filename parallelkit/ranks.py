@@ -9,7 +9,7 @@ import hashlib
 from typing import Any
 
 from parallelkit.errors import RankMismatchError
-from parallelkit.loader import PluginSet
+from parallelkit.loader import PluginInfo, PluginSet
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit.selection import Selection
 
@@ -37,15 +37,17 @@ def compare_plugins(group: ProcessGroup, plugins: PluginSet, selection: Selectio
 
 
 def _facts(plugins: PluginSet, selection: Selection) -> dict[str, Plain]:
-    loaded: list[Plain] = [f"{p.name} ({p.dist} {p.version})" for p in plugins.loaded if p.dist] + [
-        f"{p.name} (registered)" for p in plugins.loaded if not p.dist
-    ]
+    loaded: list[Plain] = list(map(_loaded, plugins.loaded))
     chosen = selection.winner
     return {
         "winner": f"{selection.candidate.name} by {chosen.name} ({chosen.dist} {chosen.version})",
         "backend": selection.backend,
         "plugins": loaded,
     }
+
+
+def _loaded(plugin: PluginInfo) -> Plain:
+    return f"{plugin.name} ({f'{plugin.dist} {plugin.version}' if plugin.dist else 'registered'})"
 
 
 def _digest(facts: dict[str, Plain]) -> str:

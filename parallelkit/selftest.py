@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 
 import parallelkit as pk
+from parallelkit.protocols import Plain
 
 
 def main(timeout: float = 30.0) -> int:
     """Take part in the self-test as one rank. Collective; blocks up to `timeout` seconds."""
     with pk.init_process_group(timeout=timeout) as group:
         for src in range(group.world_size):
-            sent = {"from": src, "bytes": bytes(range(256)), "list": [src, None, 0.5, "é"]}
+            sent: Plain = {"from": src, "bytes": bytes(range(256)), "list": [src, None, 0.5, "é"]}
             got = group.broadcast_object(sent if group.rank == src else None, src)
             if got != sent:
                 print(f"rank {group.rank}: rank {src} sent {sent!r}, {got!r} arrived")

@@ -100,7 +100,8 @@ def spawn_ranks(
     children: list[_Child] = []
     try:
         for rank in range(n):
-            children.append(_start(argv, rank, n, folder, env or {}, capture))
+            child = _start(argv, rank, n, folder, env or {}, capture)
+            children.append(child)  # at once: a later start may fail
         _wait(children, time.monotonic() + timeout, grace)
         return [_result(child, folder) for child in children]
     finally:

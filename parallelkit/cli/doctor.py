@@ -142,7 +142,6 @@ def _print(report: dict[str, Any]) -> None:
         out.print(f"note: {note}", markup=False)
     for failure in explanation.failures:
         out.print(f"plugin {failure.plugin.label}: {failure.reason}", markup=False)
-    out.print("launcher")
     out.print(explanation.launch, markup=False)
     for selection in explanation.selections:
         out.print("chosen: " + "\n".join(selection.lines()), markup=False)

@@ -94,7 +94,7 @@ def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
     for axis in ("pipeline", "data", "data-shard", "context", "tensor", "expert"):
         default = None if axis == "data" else 1
         parser.add_argument(f"--{axis}", type=int, default=default, help=f"degree of {axis}")
-    parser.add_argument("--svg", metavar="FILE", help="write the picture too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
