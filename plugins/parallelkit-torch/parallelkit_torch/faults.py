@@ -1,0 +1,136 @@
+"""After a collective failed: find out from the store who was there and who was not.
+
+Each rank that sees a failure posts it, then looks for a moment at what the others posted. A rank
+that posted nothing did not take part, or is gone. Nothing of this runs while all is well.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from typing import Literal, NamedTuple
+
+import attrs
+from torch._C._distributed_c10d import Store
+
+from parallelkit.errors import CollectiveError, CollectiveTimeoutError
+
+_GRACE_SECONDS = 1.0
+Kind = Literal["timeout", "lost"]
+
+
+class _Post(NamedTuple):
+    """What one rank says of its failed call: how it ended, after how many seconds."""
+
+    kind: str
+    seconds: float
+
+
+@attrs.define
+class _Findings:
+    """What the store said; filled by a thread, since a dead store may answer never."""
+
+    posted: dict[int, _Post] = attrs.field(factory=dict)
+    complete: bool = False
+
+
+def explain(
+    error: Exception,
+    *,
+    what: str,
+    timeout: float,
+    elapsed: float,
+    store: Store | None,
+    rank: int,
+    world_size: int,
+) -> CollectiveError:
+    """Turn the backend's error into ours, naming ranks as far as they can be known.
+
+    Takes about a second when somebody is missing.
+
+    Args:
+        error: what the backend raised.
+        what: the call, for the message.
+        timeout: seconds that the call had; elapsed: seconds that it took.
+        store: keys shared by the ranks of the group; None where there is none.
+        rank, world_size: this process's place in the group.
+    """
+    kind: Kind = "timeout" if "timed out" in str(error).lower() else "lost"
+    mine = _Post(kind, elapsed)
+    findings = _ask(store, mine, rank, world_size)
+    head, cause = f"rank {rank}: {what} failed", _brief(error)
+    if findings is None:
+        if kind == "timeout":
+            return CollectiveTimeoutError(f"{head}: it did not end within {timeout:g} s ({cause})")
+        return CollectiveError(
+            f"{head}: a peer is gone, and so is the store that could tell which; look at the log "
+            f"of rank 0 first ({cause})"
+        )
+    gave_up = [r for r, post in sorted(findings.items()) if post.kind == "timeout"]
+    missing = [r for r in range(world_size) if r != rank and _absent(findings.get(r), elapsed)]
+    if kind == "lost" and gave_up and elapsed < findings[gave_up[0]].seconds / 2:
+        return CollectiveError(
+            f"{head}: this rank came too late, rank(s) {_list(gave_up)} had given up ({cause})"
+        )
+    if kind == "timeout" or (gave_up and missing):
+        who = f"rank(s) {_list(missing)} did not take part" if missing else "it did not end"
+        return CollectiveTimeoutError(
+            f"{head}: {who} within {timeout:g} s. Every rank must make the same calls in the "
+            f"same order ({cause})",
+            missing=missing,
+        )
+    who = f"rank(s) {_list(missing)} are gone" if missing else "a connection between ranks broke"
+    return CollectiveError(f"{head}: {who} ({cause})")
+
+
+def _absent(post: _Post | None, elapsed: float) -> bool:
+    """Whether a rank was not waiting with us: it said nothing, or had just arrived."""
+    return post is None or (post.kind == "lost" and elapsed > 1 and post.seconds < elapsed / 2)
+
+
+def _ask(store: Store | None, mine: _Post, rank: int, world: int) -> dict[int, _Post] | None:
+    """Post what happened here and collect what the others posted; None if the store is gone.
+
+    A thread does it: a store whose host is stopped would block without a deadline.
+    """
+    if store is None:
+        return None
+    findings = _Findings()
+    thread = threading.Thread(
+        target=_collect,
+        args=(findings, store, mine, rank, world),
+        name="parallelkit-faults",
+        daemon=True,
+    )
+    thread.start()
+    thread.join(2 * _GRACE_SECONDS)
+    return findings.posted if findings.complete else None
+
+
+def _collect(findings: _Findings, store: Store, mine: _Post, rank: int, world: int) -> None:
+    try:
+        store.set(f"fault/{rank}", f"{mine.kind} {mine.seconds}")
+        end = time.monotonic() + _GRACE_SECONDS
+        others = [r for r in range(world) if r != rank]
+        while True:
+            for other in others:
+                if other not in findings.posted and store.check([f"fault/{other}"]):
+                    kind, _, seconds = store.get(f"fault/{other}").decode().partition(" ")
+                    findings.posted[other] = _Post(kind, float(seconds))
+            if len(findings.posted) == len(others) or time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        findings.complete = True
+    except RuntimeError:  # the store is gone: what was found so far is not complete
+        return
+
+
+def _brief(error: Exception) -> str:
+    """The backend's words, without source locations and farewells."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first).split(". This is typically")[0]
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

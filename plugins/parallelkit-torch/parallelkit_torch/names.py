@@ -1,0 +1,101 @@
+"""Plain names: what a model calls its tensors, whatever wraps it.
+
+Wrappers are recognised by their type and taken off; no prefix is ever guessed from a string, so
+a submodule that really is called `module` keeps its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+
+#: Wrapper types by where they live, and the attribute that holds what they wrap. A wrapper whose
+#: module was never imported cannot be in the model, so nothing is imported to look for it.
+_WRAPPERS: Final = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "CheckpointWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+class Slot(NamedTuple):
+    """A place in a model that holds a tensor, under its plain name.
+
+    Attributes:
+        name: such as `layers.0.weight`.
+        holder: the dict, `_parameters` or `_buffers`, of the module that owns it.
+        key: its key in `holder`.
+    """
+
+    name: str
+    holder: dict[str, torch.Tensor | None]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it is now; a buffer may have been replaced since."""
+        tensor = self.holder[self.key]
+        assert tensor is not None  # slots are made for tensors only
+        return tensor
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Take off data-parallel, compile and checkpoint wrappers, in whatever order they are."""
+    wrappers = _known_wrappers()
+    while True:
+        for kind, attribute in wrappers:
+            if isinstance(module, kind):
+                module = getattr(module, attribute)
+                break
+        else:
+            return module
+
+
+def slots(module: nn.Module) -> list[Slot]:
+    """List every parameter and persistent buffer, in the order of the plain `state_dict`.
+
+    A tensor under two names is listed twice: which names are one tensor is the caller's business.
+    """
+    return list(_walk(unwrap(module), ""))
+
+
+def plain_names(module: nn.Module) -> list[str]:
+    """Names of the parameters and persistent buffers, without wrapper prefixes.
+
+    Example:
+        >>> plain_names(torch.compile(nn.Linear(2, 2), backend="eager"))
+        ['weight', 'bias']
+    """
+    return [slot.name for slot in slots(module)]
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[Slot]:
+    transient = module._non_persistent_buffers_set
+    parameters: dict[str, torch.Tensor | None] = module._parameters  # type: ignore[assignment]
+    for key, parameter in parameters.items():
+        if parameter is not None:
+            yield Slot(prefix + key, parameters, key)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in transient:
+            yield Slot(prefix + key, module._buffers, key)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(unwrap(child), f"{prefix}{key}.")
+
+
+def _known_wrappers() -> list[tuple[type[nn.Module], str]]:
+    found = []
+    for where, name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(where), name, None)
+        if kind is not None:
+            found.append((kind, attribute))
+    return found

@@ -1,0 +1,179 @@
+"""The hooks of the torch plugin. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallelkit.plugin import (
+    Candidate,
+    ContextSpec,
+    DemoSpec,
+    ExecutionSpec,
+    GroupSpec,
+    LaunchSpec,
+    ProbeRequest,
+    Section,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from parallelkit.protocols import (
+        ExecutionMode,
+        ParallelContext,
+        ProcessGroup,
+        WeightSink,
+        WeightSource,
+    )
+
+parallelkit_api = 1
+
+FEATURES = frozenset(
+    {
+        "group.cpu",
+        "group.cuda",
+        "context.standalone",
+        "context.data",
+        "axis.data",
+        "execution.eager",
+        "execution.graph",
+        "weights.source",
+        "weights.sink",
+    }
+)
+
+
+@hookimpl
+def parallelkit_probe(request: ProbeRequest) -> Candidate:
+    """Answer from the file system and the package's metadata; torch is not imported."""
+    if importlib.util.find_spec("torch") is None:
+        return Candidate(
+            name="torch", framework="torch", reason="torch is not installed: pip install torch"
+        )
+    cuda, why = _cuda_usable()
+    return Candidate(
+        name="torch",
+        framework="torch",
+        devices=("cuda", "cpu") if cuda else ("cpu",),
+        backends={"cpu": "gloo", "cuda": "nccl"},
+        features=FEATURES,
+        score=60 if cuda else 50,
+        reason=f"torch {_version('torch')} is installed; {why}",
+    )
+
+
+@hookimpl
+def parallelkit_init_process_group(spec: GroupSpec) -> ProcessGroup | None:
+    if spec.framework != "torch":
+        return None
+    from parallelkit_torch.group import init_process_group
+
+    return init_process_group(spec)
+
+
+@hookimpl
+def parallelkit_setup_parallel_context(
+    spec: ContextSpec, group: ProcessGroup
+) -> ParallelContext | None:
+    if group.framework != "torch":
+        return None
+    from parallelkit_torch.context import setup_parallel_context
+
+    return setup_parallel_context(spec, group)
+
+
+@hookimpl
+def parallelkit_set_execution_mode(spec: ExecutionSpec) -> ExecutionMode | None:
+    if spec.framework != "torch":
+        return None
+    from parallelkit_torch.execution import set_execution_mode
+
+    return set_execution_mode(spec)
+
+
+@hookimpl
+def parallelkit_launch(spec: LaunchSpec) -> list[str] | None:
+    """Give torchrun's command line: its own rendezvous, on a free port."""
+    if spec.framework != "torch":
+        return None
+    return [
+        spec.python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={spec.ranks}",
+        spec.script,
+        *spec.args,
+    ]
+
+
+@hookimpl
+def parallelkit_weight_source(model: Any) -> WeightSource | None:
+    if not _is_module(model):
+        return None
+    from parallelkit_torch.weights import ModuleSource
+
+    return ModuleSource(model)
+
+
+@hookimpl
+def parallelkit_weight_sink(target: Any) -> WeightSink | None:
+    if not _is_module(target):
+        return None
+    from parallelkit_torch.weights import ModuleSink
+
+    return ModuleSink(target)
+
+
+@hookimpl
+def parallelkit_diagnostics() -> list[Section]:
+    from parallelkit_torch.diagnostics import section
+
+    return [section()]
+
+
+@hookimpl
+def parallelkit_demo(spec: DemoSpec) -> int | None:
+    if spec.framework != "torch":
+        return None
+    from parallelkit_torch.demo.main import run
+
+    return run(spec)
+
+
+def _is_module(thing: Any) -> bool:
+    torch = sys.modules.get("torch")
+    module_type = getattr(getattr(torch, "nn", None), "Module", None)
+    return module_type is not None and isinstance(thing, module_type)
+
+
+def _cuda_usable() -> tuple[bool, str]:
+    """Tell whether CUDA can be used, and how that is known.
+
+    torch itself is asked where it is loaded already. Else the driver's files and the kind of
+    build decide: `import torch` takes seconds and a probe may not.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda"):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return count > 0, f"torch sees {count} CUDA device(s)"
+    if "+cpu" in _version("torch"):
+        return False, "a build for the CPU only"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False, "CUDA_VISIBLE_DEVICES hides every CUDA device"
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False, "no NVIDIA device is present"
+    if not Path("/proc/driver/nvidia/version").exists():
+        return False, "NVIDIA devices are present but the driver is not loaded"
+    return True, "NVIDIA devices and their driver are present"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"

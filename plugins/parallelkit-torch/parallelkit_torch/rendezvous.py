@@ -1,0 +1,315 @@
+"""How ranks find each other: a store of our own, everybody's arrival, one deadline.
+
+Rank 0 binds the port itself and hands the listening socket to a `TCPStore`; the others connect to
+it. Under torchrun the agent's store is joined as a client instead. A world of one needs no socket.
+Nothing is read from or written to `os.environ`.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import attrs
+import torch.distributed as dist
+
+from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
+from parallelkit.specs import GroupSpec
+from parallelkit_torch import portfile
+from parallelkit_torch.wire import HashStore, PrefixStore, Store, TCPStore
+
+_BACKLOG = 4096
+_POLL_SECONDS = (0.002, 0.2)  # first and longest pause between two looks
+_NONCE = "parallelkit/nonce"
+_opened = 0  # groups this process opened; part of the keys, since a store may outlive a group
+
+
+@attrs.frozen
+class Meeting:
+    """A store that every rank has reached.
+
+    Attributes:
+        store: shared keys of this group only.
+        where: `host:port`, for messages.
+    """
+
+    store: Store
+    where: str
+
+
+@attrs.define
+class _Deadline:
+    """The end of the rendezvous; pauses between looks grow from call to call."""
+
+    seconds: float
+    end: float = attrs.field(init=False)
+    _pause: float = attrs.field(default=_POLL_SECONDS[0], init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.end = time.monotonic() + self.seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+    def pause(self) -> bool:
+        """Sleep a little; False once the time is over."""
+        if self.left <= 0:
+            return False
+        time.sleep(min(self._pause, self.left))
+        self._pause = min(self._pause * 1.5, _POLL_SECONDS[1])
+        return True
+
+
+def meet(spec: GroupSpec) -> Meeting:
+    """Bring all ranks together. Collective; blocks up to `spec.timeout` seconds.
+
+    Raises:
+        PortInUseError: rank 0 cannot bind its port; at once.
+        RendezvousTimeoutError: `missing` names the ranks that did not arrive, as far as known.
+        GroupError: another job answers at the address, or the host name is unknown on rank 0.
+    """
+    global _opened
+    run = f"{spec.launch.job_id or '-'}/{spec.launch.restart_count or 0}/{_opened}"
+    if spec.world_size == 1:
+        meeting = Meeting(PrefixStore("parallelkit", HashStore()), "this process")
+    elif spec.rank == 0 and not spec.launch.agent_store:
+        meeting = _host(spec, run)
+    else:
+        meeting = _join(spec, run)
+    _opened += 1
+    return meeting
+
+
+# --- rank 0 ------------------------------------------------------------------------------------
+
+
+def _host(spec: GroupSpec, run: str) -> Meeting:
+    # A little before the others' deadline, so that they hear from here who is missing.
+    deadline = _Deadline(spec.timeout - min(1.0, spec.timeout / 10))
+    listener, host = _listen(spec)
+    port = listener.getsockname()[1]
+    server = TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=spec.timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    store = PrefixStore(f"parallelkit/{run}", server)
+    path = None if spec.master_port else spec.launch.rendezvous_file
+    said = None
+    if path:
+        said = portfile.announce(path, run, host, port)
+        server.set(_NONCE, said.nonce)
+    try:
+        _await_everyone(spec, store, deadline, f"{host}:{port}")
+    finally:
+        if path and said:
+            portfile.withdraw(path, said)
+    return Meeting(store, f"{host}:{port}")
+
+
+def _listen(spec: GroupSpec) -> tuple[socket.socket, str]:
+    """Bind rank 0's port; returns the socket and the address that others are to use.
+
+    Bound to the named address only, where it is one of this host's; to every interface where it
+    is not (a service address, or a name that only this host maps to loopback).
+    """
+    local = spec.local_world_size == spec.world_size
+    named = spec.master_addr or ("127.0.0.1" if local else socket.gethostname())
+    if not spec.master_port and not spec.launch.rendezvous_file:
+        raise GroupError(
+            f"a world of {spec.world_size} ranks needs a port that all of them know; set "
+            "master_port (MASTER_PORT), or PARALLELKIT_RENDEZVOUS_FILE to a path that every rank "
+            "can reach, and rank 0 takes a free port"
+        )
+    try:
+        host = resolve(named)
+    except OSError as error:
+        raise GroupError(
+            f"the host name {named!r} (master_addr, MASTER_ADDR) has no IPv4 address: {error}"
+        ) from error
+    bind_to = "0.0.0.0" if host.startswith("127.") and not local else host
+    port = spec.master_port or 0
+    while True:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((bind_to, port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL and bind_to != "0.0.0.0":
+                bind_to = "0.0.0.0"
+                continue
+            _raise_bind_error(error, named, port)
+        return listener, host
+
+
+def _raise_bind_error(error: OSError, host: str, port: int) -> NoReturn:
+    if error.errno == errno.EADDRINUSE:
+        raise PortInUseError(
+            f"rank 0 cannot listen on {host}:{port}: another process uses port {port}, perhaps "
+            "another job. Set master_port (MASTER_PORT) to a free port, or start with torchrun "
+            "or `parallelkit run`, which choose one"
+        ) from error
+    raise GroupError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+# --- the other ranks ---------------------------------------------------------------------------
+
+
+def _join(spec: GroupSpec, run: str) -> Meeting:
+    """Connect and announce; start over when the store goes away, since it may be an old one."""
+    deadline = _Deadline(spec.timeout)
+    token = secrets.token_hex(8)
+    problem = "it was not tried"
+    while True:
+        try:
+            server, where = _connect(spec, run, deadline, problem)
+            store = PrefixStore(f"parallelkit/{run}", server)
+            if spec.rank == 0:  # under torchrun, whose agent holds the store
+                _await_everyone(spec, store, deadline, where)
+            else:
+                _await_word(spec, store, deadline, where, token)
+            server.set_timeout(timedelta(seconds=spec.timeout))
+            return Meeting(store, where)
+        except dist.DistError as error:
+            problem = str(error).splitlines()[0]
+            if not deadline.pause():
+                _raise_unreachable(spec, "the store", problem)
+
+
+def _connect(spec: GroupSpec, run: str, deadline: _Deadline, problem: str) -> tuple[TCPStore, str]:
+    while True:
+        target = _target(spec, run)
+        if target is not None:
+            host, port, nonce = target
+            try:
+                address = resolve(host)
+                # torch's client is slow to give up and loud about it, so try the way first
+                socket.create_connection((address, port), min(2.0, deadline.left + 0.1)).close()
+                left = timedelta(seconds=max(deadline.left, 0.5))
+                server = TCPStore(address, port, None, False, left, wait_for_workers=False)
+                if nonce is None or (server.check([_NONCE]) and server.get(_NONCE) == nonce):
+                    return server, f"{host}:{port}"
+                problem = "another job's store answers there"
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if not deadline.pause():
+            where = f"{target[0]}:{target[1]}" if target else spec.launch.rendezvous_file
+            _raise_unreachable(spec, str(where), problem if target else "no file of this run")
+
+
+def _target(spec: GroupSpec, run: str) -> tuple[str, int, bytes | None] | None:
+    """Where the store is, and the nonce it must hold; None while the file says nothing."""
+    if spec.master_port:
+        return spec.master_addr or "127.0.0.1", spec.master_port, None
+    path = spec.launch.rendezvous_file
+    if not path:
+        raise GroupError(
+            f"rank {spec.rank} knows no port of rank 0: set master_port (MASTER_PORT), or "
+            "PARALLELKIT_RENDEZVOUS_FILE to a path that every rank can reach"
+        )
+    said = portfile.read(path)
+    if said is None or said.run != run:
+        return None
+    return said.host, said.port, said.nonce.encode()
+
+
+def _raise_unreachable(spec: GroupSpec, where: str, problem: str) -> NoReturn:
+    what = "torchrun's agent" if spec.launch.agent_store else "rank 0"
+    raise RendezvousTimeoutError(
+        f"rank {spec.rank} of {spec.world_size} could not reach {what} at {where} within "
+        f"{spec.timeout:g} s: {problem}. Check that rank 0 was started, and that master_addr and "
+        "master_port (MASTER_ADDR, MASTER_PORT) are the same on every rank",
+        missing=(0,),
+    )
+
+
+# --- arrival -----------------------------------------------------------------------------------
+
+
+def _await_everyone(spec: GroupSpec, store: Store, deadline: _Deadline, where: str) -> None:
+    """Rank 0: wait for every other rank, then give the word; or say who is missing."""
+    waiting = [f"here/{rank}" for rank in range(1, spec.world_size)]
+    if _poll(lambda: store.check(waiting), deadline):
+        sizes = {r: int(store.get(f"here/{r}").split(b":")[1]) for r in range(1, spec.world_size)}
+        other = {rank: size for rank, size in sizes.items() if size != spec.world_size}
+        store.set("word", f"world {spec.world_size}" if other else "go")
+        if other:
+            _linger(store, [f"heard/{r}" for r in sizes])
+            raise GroupError(
+                f"ranks disagree about the world size: rank 0 has {spec.world_size}, "
+                + ", ".join(f"rank {r} has {n}" for r, n in sorted(other.items()))
+            )
+        return
+    missing = [r for r in range(1, spec.world_size) if not store.check([f"here/{r}"])]
+    store.set("word", "missing " + ",".join(map(str, missing)))
+    _linger(store, [f"heard/{r}" for r in range(1, spec.world_size) if r not in missing])
+    _raise_missing(spec, where, missing)
+
+
+def _await_word(spec: GroupSpec, store: Store, deadline: _Deadline, where: str, token: str) -> None:
+    """Other ranks: announce, then wait for rank 0's word."""
+    mine = f"{token}:{spec.world_size}".encode()
+    found = store.compare_set(f"here/{spec.rank}", "", mine.decode())
+    if found != mine:
+        raise GroupError(
+            f"another process is rank {spec.rank} already at {where}: two jobs use one port, or "
+            "two processes were given one rank. Set master_port (MASTER_PORT) to another port"
+        )
+    if not _poll(lambda: store.check(["word"]), deadline):
+        keys = [f"here/{rank}" for rank in range(1, spec.world_size)]
+        missing = [r for r, key in enumerate(keys, 1) if not store.check([key])]
+        _raise_missing(spec, where, missing or [0])
+    word, _, rest = store.get("word").decode().partition(" ")
+    if word == "go":
+        return
+    store.set(f"heard/{spec.rank}", "1")
+    if word == "world":
+        raise GroupError(
+            f"ranks disagree about the world size: rank 0 has {rest}, rank {spec.rank} has "
+            f"{spec.world_size}, or another rank differs"
+        )
+    _raise_missing(spec, where, [int(rank) for rank in rest.split(",")])
+
+
+def _poll(done: Callable[[], bool], deadline: _Deadline) -> bool:
+    while not done():
+        if not deadline.pause():
+            return done()
+    return True
+
+
+def _linger(store: Store, keys: list[str]) -> None:
+    """Keep the store alive until the ranks that are here have read the bad news."""
+    if keys:
+        _poll(lambda: store.check(keys), _Deadline(1.0))
+
+
+def _raise_missing(spec: GroupSpec, where: str, missing: list[int]) -> NoReturn:
+    shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+    raise RendezvousTimeoutError(
+        f"{len(missing)} of {spec.world_size} ranks did not arrive at {where} within "
+        f"{spec.timeout:g} s: missing rank(s) {shown}. Check their logs, or raise timeout",
+        missing=missing,
+    )
+
+
+def resolve(host: str) -> str:
+    """Return the first IPv4 address of `host`.
+
+    Raises:
+        OSError: it has none.
+    """
+    found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    return str(found[0][4][0])
