@@ -170,7 +170,8 @@ class Mpi:
         # On one host there is an address, and a file that all ranks can find.
         if "master_addr" not in env.facts and "master_addr" not in env.arguments:
             env.put("master_addr", "127.0.0.1", f"{local_size} equals {prefix}_SIZE: one host")
-        if not {"rendezvous_file", "master_port"} & env.facts.keys() and _same_world(env, prefix):
+        has_port = env.facts.get("master_port") or env.arguments.get("master_port")
+        if not has_port and "rendezvous_file" not in env.facts and _same_world(env, prefix):
             _rendezvous_file(env)
 
 

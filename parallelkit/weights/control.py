@@ -32,6 +32,7 @@ _FAILED_HANDSHAKE = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
+_NO_RECONNECT_MS = 24 * 3600 * 1000
 #: How long the last message of a connection may take to be read.
 _LAST_WORDS_SECONDS = 0.2
 
@@ -225,7 +226,8 @@ class ControlClient:
         self._dealer.curve_publickey, self._dealer.curve_secretkey = public, secret
         self._dealer.setsockopt(zmq.MAXMSGSIZE, m.MAX_TO_SUBSCRIBER)
         self._dealer.setsockopt(zmq.LINGER, 1000)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        # Never, in effect. -1 would drop what arrived unread before the end of the connection.
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, _NO_RECONNECT_MS)
         self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * timeout))
         self._dealer.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * min(5.0, timeout / 4)))
         self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * timeout))

@@ -225,7 +225,7 @@ def test_wait_names_who_is_there(bench):
 
 
 def test_a_member_that_does_not_step_aborts_by_name_and_the_number_is_used_again(bench):
-    publisher = bench.publish(timeout=0.4)
+    publisher = bench.publish(timeout=1.0)
     good, idle = bench.follow(), bench.follow()
     with pytest.raises(UpdateAbortedError) as caught:
         bench.update(good)
