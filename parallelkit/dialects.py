@@ -203,7 +203,8 @@ def detect(reading: Reading) -> Reading:
             passed.append(f"{dialect.name} ({why})")
     if chosen is not None:
         reading.launcher = chosen.name
-        reading.put("framework", chosen.framework, f"implied by {chosen.name}")
+        if chosen.framework is not None:
+            reading.put("framework", chosen.framework, f"implied by {chosen.name}")
         chosen.read(reading)
     else:
         reading.launcher = "none"
