@@ -153,6 +153,7 @@ class ControlServer:
                 self._receive()
                 self._watch()
                 if self._closing:
+                    self._flush()  # what was queued before close(), since the flush above
                     self._linger(poller)
                     return
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -58,6 +58,21 @@ def unwrap(module: nn.Module) -> nn.Module:
                 break
         else:
             return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is the wrapper that `torch.compile` makes."""
+    return uncompiled(module) is not module
+
+
+def uncompiled(target: Any) -> Any:
+    """Return what `torch.compile` was given to make `target`; `target` if it is not compiled."""
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    while isinstance(target, kind):
+        target = target._orig_mod
+    if getattr(target, "_torchdynamo_disable", False):  # torch.compiler.disable's, not compile's
+        return target
+    return getattr(target, "_torchdynamo_orig_callable", target)
 
 
 def slots(module: nn.Module) -> list[Slot]:
