@@ -10,7 +10,9 @@ Common rules:
 * Hooks marked *first result* are called on the plugin that selection chose (see
   `parallelkit.selection`), or, where nothing was selected, on every plugin in a fixed order
   until one answers other than None. An exception from them reaches the user.
-* An implementation takes the arguments by name and may leave out those it does not need.
+* An implementation takes the arguments by name and may leave out those it does not need. It is
+  a plain function or method: coroutines, generators and hook wrappers are refused when the
+  plugin is loaded, since only the chosen plugin's own implementation is called.
 * Importing the module that holds the implementations must not import the framework: probes use
   `importlib.util.find_spec`; factories import on call.
 
