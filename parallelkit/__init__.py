@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from parallelkit.groups import current_group as current_group
     from parallelkit.groups import init_process_group as init_process_group
     from parallelkit.launch import LaunchInfo as LaunchInfo
-    from parallelkit.loader import PluginInfo as PluginInfo
     from parallelkit.loader import PluginManager as PluginManager
     from parallelkit.loader import plugins as plugins
     from parallelkit.loader import register as register
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from parallelkit.protocols import ExecutionMode as ExecutionMode
     from parallelkit.protocols import ParallelContext as ParallelContext
     from parallelkit.protocols import ProcessGroup as ProcessGroup
+    from parallelkit.records import PluginInfo as PluginInfo
     from parallelkit.spawn import RankResult as RankResult
     from parallelkit.spawn import spawn_ranks as spawn_ranks
     from parallelkit.weights import TransferReport as TransferReport
@@ -54,7 +54,7 @@ _WHERE = {
     "ParallelContext": "protocols",
     "ParallelKitError": "errors",
     "ParallelPlan": "plan",
-    "PluginInfo": "loader",
+    "PluginInfo": "records",
     "PluginManager": "loader",
     "PluginWarning": "errors",
     "ProcessGroup": "protocols",

@@ -6,9 +6,10 @@ from typing import Any, cast, get_args
 
 from parallelkit import groups, hooks
 from parallelkit.errors import PlanError
-from parallelkit.loader import PluginInfo, PluginManager
+from parallelkit.loader import PluginManager
 from parallelkit.plan import ParallelPlan, plan
 from parallelkit.protocols import ParallelContext, ProcessGroup
+from parallelkit.records import PluginInfo
 from parallelkit.selection import require, select
 from parallelkit.specs import Candidate, ContextSpec, ProbeRequest, Reduce
 

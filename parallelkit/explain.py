@@ -9,8 +9,9 @@ import attrs
 
 from parallelkit import groups
 from parallelkit.errors import LaunchError
-from parallelkit.loader import HookFailure, PluginManager, PluginSet, default_manager
-from parallelkit.selection import Selection, as_dict
+from parallelkit.loader import PluginManager, default_manager
+from parallelkit.records import HookFailure, PluginSet
+from parallelkit.selection import Selection
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +73,7 @@ class Explanation:
             "notes": list(self.plugins.notes),
             "failures": [{"plugin": f.plugin.name, "reason": f.reason} for f in self.failures],
             "launch": self.launch,
-            "selections": [as_dict(s) for s in self.selections],
+            "selections": [s.as_dict() for s in self.selections],
             "group": self.group,
             "context": self.context,
         }

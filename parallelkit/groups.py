@@ -9,22 +9,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
 
 from parallelkit import hooks
+from parallelkit.counted import LIFE, CountedGroup
 from parallelkit.errors import (
     AlreadyInitializedError,
-    GroupError,
     LaunchError,
     NotInitializedError,
 )
 from parallelkit.launch import LaunchInfo
 from parallelkit.loader import PluginManager, default_manager
-from parallelkit.protocols import Plain, ProcessGroup, Tensor
+from parallelkit.protocols import ProcessGroup
 from parallelkit.ranks import compare_plugins
 from parallelkit.selection import Selection, select
 from parallelkit.specs import GroupSpec, ProbeRequest
@@ -32,124 +31,7 @@ from parallelkit.specs import GroupSpec, ProbeRequest
 DEFAULT_TIMEOUT: Final = 60.0
 
 
-class CountedGroup:
-    """The default group as users hold it: the plugin's group, closed by the last close.
-
-    Each `init_process_group` with the same specification returns this very object and counts one
-    more; each `close`, or end of a `with` block, counts one less. Everything else goes straight
-    to the plugin's group.
-    """
-
-    def __init__(
-        self,
-        inner: ProcessGroup,
-        spec: GroupSpec,
-        selection: Selection,
-        manager: PluginManager,
-    ) -> None:
-        self.inner = inner
-        self.spec = spec
-        self.selection = selection
-        self.manager = manager
-        self.context: Any = None  #: the parallel context opened last, for `explain()`
-        self._count = 1
-
-    # --- facts
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self.inner.local_rank
-
-    @property
-    def device(self) -> str:
-        return self.inner.device
-
-    @property
-    def backend(self) -> str:
-        return self.inner.backend
-
-    @property
-    def framework(self) -> str:
-        return self.inner.framework
-
-    @property
-    def timeout(self) -> float:
-        return self.inner.timeout
-
-    @property
-    def closed(self) -> bool:
-        return self._count == 0 or self.inner.closed
-
-    @property
-    def native(self) -> Any:
-        return self.inner.native
-
-    # --- collectives
-
-    def barrier(self, *, timeout: float | None = None) -> None:
-        self.inner.barrier(timeout=timeout)
-
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        return self.inner.all_reduce(x, op)
-
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        return self.inner.broadcast(x, src)
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        return self.inner.all_gather(x)
-
-    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
-        return self.inner.reduce_scatter(x, op)
-
-    def broadcast_object(self, obj: Plain, src: int = 0, *, timeout: float | None = None) -> Plain:
-        return self.inner.broadcast_object(obj, src, timeout=timeout)
-
-    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        return self.inner.subgroup(ranks)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not set yet: a copy being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)  # what a plugin's own group has beyond the protocol
-
-    # --- life
-
-    def open_again(self) -> CountedGroup:
-        """Count one more user."""
-        self._count += 1
-        return self
-
-    def close(self) -> None:
-        """Leave the group; the last of as many calls as there were inits closes it."""
-        with _lock:
-            if self._count == 0:
-                return
-            self._count -= 1
-            if self._count == 0:
-                _forget(self)
-                self.inner.close()
-
-    def __enter__(self) -> CountedGroup:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"rank {self.rank} of {self.world_size}"
-        return f"<group {self.spec.framework}/{self.spec.backend} on {self.spec.device}, {state}>"
-
-
 _open: CountedGroup | None = None
-_lock = threading.RLock()
 _at_exit = False
 
 
@@ -193,7 +75,7 @@ def init_process_group(
         ...     total = group.all_reduce(x)
     """
     global _open
-    with _lock:
+    with LIFE:
         held = _live()
         if held is not None:
             given = {
@@ -255,7 +137,7 @@ def reset() -> None:
     """Close whatever is open, however often it was opened. For tests."""
     held = _live()
     if held is not None:
-        _shut(held)
+        held.close_for_all()
 
 
 # --- inner parts -------------------------------------------------------------------------------
@@ -264,12 +146,6 @@ def reset() -> None:
 def _live() -> CountedGroup | None:
     held = _open
     return None if held is None or held.closed else held
-
-
-def _forget(group: CountedGroup) -> None:
-    global _open
-    if _open is group:
-        _open = None
 
 
 def _launch_info(
@@ -348,10 +224,3 @@ def _close_at_exit() -> None:
     if not _at_exit:
         _at_exit = True
         atexit.register(reset)
-
-
-def _shut(group: CountedGroup) -> None:
-    _forget(group)
-    group._count = 0
-    with contextlib.suppress(GroupError):
-        group.inner.close()

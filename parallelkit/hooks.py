@@ -17,13 +17,8 @@ import attrs
 
 from parallelkit import protocols, specs
 from parallelkit.errors import PluginContractError
-from parallelkit.loader import (
-    HookFailure,
-    Implementation,
-    PluginInfo,
-    PluginManager,
-    default_manager,
-)
+from parallelkit.loader import PluginManager, default_manager
+from parallelkit.records import HookFailure, Implementation, PluginInfo
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import hashlib
 from typing import Any
 
 from parallelkit.errors import RankMismatchError
-from parallelkit.loader import PluginInfo, PluginSet
 from parallelkit.protocols import Plain, ProcessGroup
+from parallelkit.records import PluginInfo, PluginSet
 from parallelkit.selection import Selection
 
 #: Above this many ranks only rank 0's digest travels, so that start-up does not grow with ranks.

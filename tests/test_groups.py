@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -433,3 +435,21 @@ def test_reset_closes_however_often_it_was_opened(manager, plugin):
     groups.reset()
     assert plugin.groups[0].closed
     assert groups.open_group() is None
+
+
+def test_a_group_left_open_is_closed_at_exit_in_silence():
+    code = """
+import parallelkit as pk
+from parallelkit.testing.fake import FakePlugin, FakeGroup
+close = FakeGroup.close
+FakeGroup.close = lambda self: (print("closed"), close(self))
+pk.register(FakePlugin(), "fake")
+pk.init_process_group("fake")
+pk.init_process_group("fake")
+print("end")
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == ["end", "closed"]

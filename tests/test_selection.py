@@ -21,9 +21,10 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
 )
 from parallelkit.launch import LaunchInfo
-from parallelkit.loader import PluginInfo, PluginManager
+from parallelkit.loader import PluginManager
 from parallelkit.plugin import Candidate, ProbeRequest, hookimpl
-from parallelkit.selection import Absent, Probed, Selection, as_dict, rank, require, select
+from parallelkit.records import PluginInfo
+from parallelkit.selection import Absent, Probed, Selection, rank, require, select
 from parallelkit.testing.fake import FakePlugin
 
 
@@ -156,7 +157,7 @@ class TestPreference:
         text = "\n".join(got.lines())
         assert "no driver" in text
         assert "boom" in text
-        assert as_dict(got)["ranking"][3]["reason"] == "boom"
+        assert got.as_dict()["ranking"][3]["reason"] == "boom"
 
 
 class TestRefusals:
@@ -223,6 +224,11 @@ class TestRefusals:
             choose(probed("a", 0, reason="no driver"), probed("b", 0), absent=[lost])
         for part in ("no driver", "b (plugin", "boom"):
             assert part in str(caught.value)
+
+    def test_hints_are_for_the_framework_asked_for(self):
+        with pytest.raises(NoBackendError) as caught:
+            choose(probed("mindspore", 0), framework="mindspore", installed=["torch"])
+        assert "pip install" not in str(caught.value)
 
     def test_asked_for_but_not_usable(self):
         with pytest.raises(NoBackendError, match=r"for 'a'(.|\n)*no driver"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from parallelkit.cli.output import console, print_json, quiet_plugins, table
-from parallelkit.loader import PluginSet, default_manager
+from parallelkit.loader import default_manager
+from parallelkit.records import PluginSet
 
 
 def run(args: argparse.Namespace) -> int:
