@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from parallelkit.errors import ManifestError
-from parallelkit.weights.plan import ALIGNMENT, TransferPlan
+from parallelkit.weights.plan import TransferPlan
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
@@ -28,8 +28,6 @@ PARALLEL_BYTES: Final = 8 << 20
 COPY_BYTES: Final = 8 << 20
 #: Source tensors held at once while a batch of blocks is written, in blocks.
 BATCH_BLOCKS: Final = 64
-
-_ZEROS: Final = bytes(ALIGNMENT)
 
 
 class Workers:
@@ -87,19 +85,18 @@ def stage(
 
     def one(block: int) -> None:
         h = xxhash.xxh3_64() if wanted is not None and wanted[block] else None
-        end = start = plan.block_span(block)[0]
+        end, stop = plan.block_span(block)
         for p in plan.pieces(block):
             source = views[p.tensor][p.start : p.start + p.nbytes]
             if arena is not None:
                 np.copyto(arena[p.offset : p.offset + p.nbytes], source)
             if h is not None:
                 if p.offset > end:
-                    h.update(_ZEROS[: p.offset - end])
+                    h.update(bytes(p.offset - end))
                 h.update(source.data)
             end = p.offset + p.nbytes
         if h is not None:
-            stop = plan.block_span(block)[1]
-            h.update(_ZEROS[: stop - end] if end > start else bytes(stop - start))
+            h.update(bytes(stop - end))
             digests[block] = h.intdigest()
 
     for first in range(0, plan.blocks, BATCH_BLOCKS):
@@ -154,8 +151,10 @@ def wanted_blocks(verify: str, plan: TransferPlan, run_id: bytes, version: int) 
     if verify == "sample":
         seed = hashlib.blake2b(run_id + version.to_bytes(8, "big"), digest_size=8).digest()
         count = max(min(4, plan.blocks), plan.blocks // 16)
-        picks = np.random.Generator(np.random.PCG64(int.from_bytes(seed, "big")))
-        for block in picks.choice(plan.blocks, count, replace=False):
+        # The raw stream, since both ends need not have the same numpy: it never changes, while
+        # what a Generator makes of it may.
+        raw = np.random.PCG64(int.from_bytes(seed, "big")).random_raw(plan.blocks)
+        for block in np.argsort(raw, kind="stable")[:count]:
             chosen[int(block)] = True
     return chosen
 

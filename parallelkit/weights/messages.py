@@ -23,6 +23,7 @@ MAX_TO_SUBSCRIBER = 256 << 20
 MAX_HELLO = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # neither NaN nor infinite
 Text = Annotated[str, msgspec.Meta(max_length=65536)]
 Short = Annotated[str, msgspec.Meta(max_length=256)]
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
@@ -60,7 +61,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     transport: Short
     offer: bytes
     verify: Short
-    timeout: float
+    timeout: Seconds
 
 
 class Opened(_Message, frozen=True, tag="opened"):
@@ -88,7 +89,7 @@ class Begin(_Message, frozen=True, tag="begin"):
 
     version: Count
     epoch: Count
-    timeout: float
+    timeout: Seconds
 
 
 class Ready(_Message, frozen=True, tag="ready"):
@@ -113,7 +114,7 @@ class Prepared(_Message, frozen=True, tag="prepared"):
     version: Count
     epoch: Count
     digests: bytes
-    seconds: float
+    seconds: Seconds
 
 
 class Commit(_Message, frozen=True, tag="commit"):
@@ -130,7 +131,7 @@ class Committed(_Message, frozen=True, tag="committed"):
     version: Count
     epoch: Count
     readback: bytes
-    pause: float
+    pause: Seconds
     staged: bool
 
 

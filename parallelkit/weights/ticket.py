@@ -118,7 +118,8 @@ class TicketOffice:
         """Make a ticket; returns its string and number."""
         if isinstance(members, bool) or not isinstance(members, int) or not 1 <= members <= 65536:
             raise TicketError(f"members is {members!r}; a ticket is for 1 to 65536 member ranks")
-        if expires is not None and not expires > 0:
+        a_number = isinstance(expires, int | float) and not isinstance(expires, bool)
+        if expires is not None and not (a_number and expires > 0):
             raise TicketError(f"expires is {expires!r}; give seconds above 0, or None for never")
         token = secrets.token_bytes(32)
         with self._lock:
