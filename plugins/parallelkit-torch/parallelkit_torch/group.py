@@ -162,6 +162,7 @@ class TorchProcessGroup:
     @property
     def native(self) -> Any:
         """The `torch.distributed.ProcessGroup`."""
+        self._check_open("native")
         return self._wire.native
 
     # --- collectives
@@ -294,11 +295,11 @@ class TorchProcessGroup:
             child.close()
         with contextlib.suppress(AssertionError, ValueError, RuntimeError):  # gone already
             if self.ours and dist.is_initialized():
-                dist.destroy_process_group(self.native)
+                dist.destroy_process_group(self._wire.native)
         before, torchs = self._excepthooks
         if before is not None and sys.excepthook is torchs:
             sys.excepthook = before  # torch puts its own there and leaves it
-        self._wire.store = None
+        self._wire.release()
 
     def __enter__(self) -> TorchProcessGroup:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,15 +155,17 @@ def _is_module(thing: Any) -> bool:
 def _cuda_usable() -> tuple[bool, str]:
     """Tell whether CUDA can be used, and how that is known.
 
-    torch itself is asked where it is loaded already. Else the driver's files and the kind of
-    build decide: `import torch` takes seconds and a probe may not.
+    torch itself is asked where it is loaded already. Else its version file and the driver's
+    files decide: `import torch` takes seconds and a probe may not.
     """
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return count > 0, f"torch sees {count} CUDA device(s)"
-    if "+cpu" in _version("torch"):
-        return False, "a build for the CPU only"
+    found = importlib.util.find_spec("torch")
+    origin = found.origin if found is not None else None
+    if origin and _built_for_cuda(Path(origin).with_name("version.py")) is False:
+        return False, "a build without CUDA"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False, "CUDA_VISIBLE_DEVICES hides every CUDA device"
     if not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -170,6 +173,16 @@ def _cuda_usable() -> tuple[bool, str]:
     if not Path("/proc/driver/nvidia/version").exists():
         return False, "NVIDIA devices are present but the driver is not loaded"
     return True, "NVIDIA devices and their driver are present"
+
+
+def _built_for_cuda(version_file: Path) -> bool | None:
+    """What torch's own version file says; None where it does not."""
+    try:
+        text = version_file.read_text()
+    except OSError:
+        return None
+    said = re.search(r"^cuda\b[^=]*=\s*(\S+)", text, re.MULTILINE)
+    return None if said is None else said[1] != "None"
 
 
 def _version(distribution: str) -> str:

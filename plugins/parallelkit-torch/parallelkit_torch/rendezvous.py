@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -194,11 +195,7 @@ def _connect(spec: GroupSpec, run: str, deadline: _Deadline, problem: str) -> tu
         if target is not None:
             host, port, nonce = target
             try:
-                address = resolve(host)
-                # torch's client is slow to give up and loud about it, so try the way first
-                socket.create_connection((address, port), min(2.0, deadline.left + 0.1)).close()
-                left = timedelta(seconds=max(deadline.left, 0.5))
-                server = TCPStore(address, port, None, False, left, wait_for_workers=False)
+                server = _client(resolve(host), port, deadline)
                 if nonce is None or (server.check([_NONCE]) and server.get(_NONCE) == nonce):
                     return server, f"{host}:{port}"
                 problem = "another job's store answers there"
@@ -207,6 +204,36 @@ def _connect(spec: GroupSpec, run: str, deadline: _Deadline, problem: str) -> tu
         if not deadline.pause():
             where = f"{target[0]}:{target[1]}" if target else spec.launch.rendezvous_file
             _raise_unreachable(spec, str(where), problem if target else "no file of this run")
+
+
+def _client(address: str, port: int, deadline: _Deadline) -> TCPStore:
+    """Connect to a store, in bounded time.
+
+    torch's client is slow to give up and loud about it where nobody listens, so the way is tried
+    first; and it waits for ever where somebody listens who is no store, so a thread does it.
+
+    Raises:
+        OSError: nobody listens, or nobody who answers as a store.
+    """
+    socket.create_connection((address, port), min(2.0, deadline.left + 0.1)).close()
+    seconds = max(1.0, deadline.left / 3)  # leaves time for another try, at another address
+    found: list[TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            limit = timedelta(seconds=seconds)
+            found.append(TCPStore(address, port, None, False, limit, wait_for_workers=False))
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="parallelkit-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not found:
+        raise TimeoutError(errno.ETIMEDOUT, "what listens there does not answer as a store")
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def _target(spec: GroupSpec, run: str) -> tuple[str, int, bytes | None] | None:

@@ -40,13 +40,17 @@ class Wire:
     def __init__(
         self, native: Any, device: torch.device, timeout: float, store: Store | None
     ) -> None:
-        self.native = native
+        self.native: Any = native
         self.device = device
         self.timeout = timeout
-        self.store = store
+        self.store: Store | None = store
         self.rank: int = native.rank()
         self.world_size: int = native.size()
         self.broken: str | None = None
+
+    def release(self) -> None:
+        """Let go of the backend's group and the store, so that sockets and the port close."""
+        self.native = self.store = None
 
     # --- tensors; `what` describes the call in messages
 

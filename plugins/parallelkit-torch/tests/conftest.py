@@ -1,0 +1,80 @@
+"""Every test of the torch plugin: no group left behind, and real ranks where asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallelkit.plugin import GroupSpec, LaunchInfo
+from parallelkit.spawn import RankResult, spawn_ranks
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+# torch writes TORCHINDUCTOR_CACHE_DIR at the first compilation; here, not in some test
+torch.compile(lambda: None, backend="eager")
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    """On top of the repository's leak checks: torch's default group and its exception hook."""
+    hook = sys.excepthook
+    yield
+    left = dist.is_initialized()
+    if left:
+        dist.destroy_process_group()
+    assert not left, "the test left a default process group"
+    assert sys.excepthook is hook
+
+
+@pytest.fixture
+def spec() -> Callable[..., GroupSpec]:
+    """Make a `GroupSpec` for a CPU group; launch facts by `launch=`."""
+
+    def make(rank: int = 0, world_size: int = 1, **changes: object) -> GroupSpec:
+        values: dict[str, object] = {
+            "framework": "torch",
+            "backend": "gloo",
+            "device": "cpu",
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": rank,
+            "local_world_size": world_size,
+            "master_addr": "127.0.0.1",
+            "timeout": 10.0,
+            "launch": LaunchInfo(),
+        }
+        return GroupSpec(**(values | changes))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def job() -> Callable[..., list[RankResult]]:
+    """Run a file of `jobs/` on real ranks; every rank must end well and warn of nothing."""
+
+    def run(
+        name: str,
+        *args: str,
+        ranks: int = 2,
+        timeout: float = 120.0,
+        ends: dict[int, int] | None = None,
+        **env: str,
+    ) -> list[RankResult]:
+        argv = [sys.executable, "-W", "error", str(JOBS / name), *args]
+        results = spawn_ranks(
+            argv, ranks, timeout=timeout, env={"OMP_NUM_THREADS": "1", **env}, grace=30.0
+        )
+        for result in results:
+            text = f"rank {result.rank} ended with {result.returncode}:\n{result.stderr}"
+            assert result.returncode == (ends or {}).get(result.rank, 0), text
+            assert "Warning" not in result.stderr, text
+            assert "destroy_process_group" not in result.stderr, text
+        return results
+
+    return run
