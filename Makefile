@@ -21,7 +21,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test
-	$(BIN)/mypy parallelkit plugins/*/parallelkit_*
+	$(BIN)/mypy parallelkit $(foreach p,torch mindspore vllm,plugins/parallelkit-$(p)/parallelkit_$(p))
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not gpu"

@@ -16,6 +16,7 @@ import attrs
 
 from parallelkit import hooks
 from parallelkit.counted import LIFE, CountedGroup
+from parallelkit.environ import launcher_identity
 from parallelkit.errors import (
     AlreadyInitializedError,
     LaunchError,
@@ -125,7 +126,7 @@ def current_group() -> ProcessGroup:
 def read_launch() -> LaunchInfo:
     """Return what the launcher said: of the open group if there is one, else of `os.environ`."""
     held = _live()
-    return held.spec.launch if held is not None else LaunchInfo.from_environ(os.environ)
+    return held.spec.launch if held is not None else _read_environ()
 
 
 def open_group() -> CountedGroup | None:
@@ -148,15 +149,18 @@ def _live() -> CountedGroup | None:
     return None if held is None or held.closed else held
 
 
+def _read_environ(**given: Any) -> LaunchInfo:
+    """Read the launcher's variables, with what tells this run and user from others."""
+    return LaunchInfo.from_environ(
+        os.environ, uid=os.geteuid(), run_identity=launcher_identity(), **given
+    )
+
+
 def _launch_info(
     rank: int | None, world_size: int | None, master_addr: str | None, master_port: int | None
 ) -> LaunchInfo:
-    launch = LaunchInfo.from_environ(
-        os.environ,
-        rank=rank,
-        world_size=world_size,
-        master_addr=master_addr,
-        master_port=master_port,
+    launch = _read_environ(
+        rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
     )
     if launch.is_scheduler:
         raise LaunchError(

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def blocks(path: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
 @pytest.mark.ranks

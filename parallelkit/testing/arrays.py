@@ -56,7 +56,7 @@ class Arrays:
 
     def host_bytes(self, index: int) -> memoryview:
         array = np.ascontiguousarray(self.arrays[self._unique[index]])
-        return memoryview(array.reshape(-1).view(np.uint8))
+        return array.reshape(-1).view(np.uint8).data
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         for name, buffer in zip(self._unique, buffers, strict=True):
@@ -74,7 +74,7 @@ class Arrays:
         array = self.arrays[self._unique[index]]
         if not array.flags.c_contiguous:
             return None
-        return memoryview(array.reshape(-1).view(np.uint8))
+        return array.reshape(-1).view(np.uint8).data
 
     def write(self, index: int, data: memoryview) -> None:
         array = self.arrays[self._unique[index]]

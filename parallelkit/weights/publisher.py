@@ -29,7 +29,7 @@ from parallelkit.weights.report import TransferReport, report_from_dict
 
 VERIFY: Final = ("digest", "readback", "sample", "off")
 COMMIT: Final = ("auto", "staged")
-#: What the other ranks wait for rank 0 beyond the deadlines of an update's two halves.
+#: What the other ranks wait for rank 0 beyond the deadline of its work, in seconds.
 _GRACE_SECONDS: Final = 10.0
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class WeightPublisher:
         self._tickets: list[tuple[str, int]] = []
         self._coordinator: Coordinator | None = None
         self._agree_on_manifest()
-        self._collectively(lambda: self._open(source, plan))
+        self._collectively(lambda: self._open(source, plan), settings.timeout)
 
     @property
     def version(self) -> int:
@@ -171,15 +171,18 @@ class WeightPublisher:
         return self._here("members").members.everyone()
 
     def wait(self, members: int = 1, timeout: float | None = None) -> None:
-        """Block until `members` member ranks have joined. Rank 0 waits; elsewhere it returns.
+        """Block until `members` member ranks of complete groups have joined.
+
+        Collective over the trainer's ranks.
 
         Raises:
-            UpdateTimeoutError: after `timeout` seconds (default: the publisher's).
+            UpdateTimeoutError: after `timeout` seconds (default: the publisher's), on every rank;
+                the message names who is there.
+            PeerLostError: (ranks other than 0) rank 0 is gone.
         """
         self._check_open("wait")
-        if self._coordinator is not None:
-            seconds = self._settings.timeout if timeout is None else timeout
-            self._coordinator.wait(members, seconds)
+        seconds = self._settings.timeout if timeout is None else timeout
+        self._collectively(lambda: self._here("wait").wait(members, seconds), seconds)
 
     def update(self, version: int | None = None) -> TransferReport:
         """Bring every member to the weights as they are now.
@@ -210,7 +213,7 @@ class WeightPublisher:
         try:
             if self._group is not None:
                 self._group.barrier(timeout=self._settings.timeout)
-            return self._collectively(lambda: self._update(number))
+            return self._collectively(lambda: self._update(number), 2 * self._settings.timeout)
         finally:
             self._busy = False
 
@@ -301,8 +304,11 @@ class WeightPublisher:
                 f"{table}\nWith replicas every rank publishes the same model"
             )
 
-    def _collectively(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and give its outcome, report or error, to every rank."""
+    def _collectively(self, work: Callable[[], T], seconds: float) -> T:
+        """Do `work` on rank 0 and give its outcome, report or error, to every rank.
+
+        The others wait `seconds`, what the work may take, and some grace.
+        """
         if self._group is None:
             return work()
         if self._rank == 0:
@@ -315,7 +321,7 @@ class WeightPublisher:
                 {"report": result.to_dict() if isinstance(result, TransferReport) else None}
             )
             return result
-        limit = 2 * self._settings.timeout + _GRACE_SECONDS
+        limit = seconds + _GRACE_SECONDS
         try:
             outcome = self._group.broadcast_object(None, timeout=limit)
         except CollectiveError as error:

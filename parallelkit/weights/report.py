@@ -84,6 +84,8 @@ class TransferReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, derived ones included."""
         return attrs.asdict(self) | {
+            "members": [attrs.asdict(member) for member in self.members],
+            "notes": list(self.notes),
             "seconds": self.seconds,
             "gigabytes_per_second": self.gigabytes_per_second,
             "pause_seconds": self.pause_seconds,

@@ -4,7 +4,8 @@ A segment is a sealed anonymous file (`memfd`): it has no name, so nothing remai
 holder dies, by whatever signal. Seals fix its size (no bus error by truncation) and forbid any
 new writable mapping, so a subscriber that gets the descriptor can only read. Where descriptors
 cannot be passed, a named file in `/dev/shm` stands in: mode 0600, its name says which process
-made it, and the next publisher's start removes those of dead processes.
+made it, and the next publisher's start removes those of dead processes. Only those of its own
+PID namespace: `/dev/shm` may be shared with containers whose processes it cannot see.
 
 Layout: one page of header (magic, epoch), then the arena.
 """
@@ -23,7 +24,7 @@ from typing import Final
 import attrs
 
 from parallelkit.errors import TransportError
-from parallelkit.weights.identity import start_time
+from parallelkit.weights.identity import host_identity, start_time
 
 HEADER_BYTES: Final = 4096
 MAGIC: Final = b"parallelkit:1\0\0\0"
@@ -33,7 +34,7 @@ _EPOCH_AT: Final = 16
 _SEALS: Final = (
     fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10  # F_SEAL_FUTURE_WRITE
 )
-_NAME: Final = re.compile(r"parallelkit-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
+_NAME: Final = re.compile(r"parallelkit-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
 
 
 class Segment:
@@ -52,6 +53,8 @@ class Segment:
             )
         except (OSError, ValueError) as error:
             os.close(fd)
+            if path is not None:
+                path.unlink(missing_ok=True)
             raise TransportError(
                 f"cannot map a shared segment of {nbytes} bytes: {error}; is there enough memory?"
             ) from error
@@ -65,10 +68,16 @@ class Segment:
         Raises:
             TransportError: there is not enough memory.
         """
+        free = _free_bytes()
+        if nbytes > free:
+            raise TransportError(
+                f"cannot allocate a shared segment of {nbytes} bytes: {free} are free"
+            )
         path = None
         if named or not hasattr(os, "memfd_create"):
+            me = host_identity()
             path = SHM_DIR / (
-                f"parallelkit-{os.geteuid()}-{os.getpid()}-{start_time(os.getpid())}-"
+                f"parallelkit-{me.uid}-{me.pid}-{start_time(me.pid)}-{me.pid_namespace}-"
                 f"{secrets.token_hex(8)}"
             )
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -101,7 +110,7 @@ class Segment:
             problem = f"it has {facts.st_size} bytes instead of {HEADER_BYTES + nbytes}"
         elif facts.st_uid != os.geteuid():
             problem = f"it belongs to user {facts.st_uid}"
-        elif facts.st_nlink == 0 and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        elif facts.st_nlink == 0 and _seals(fd) & _SEALS != _SEALS:
             problem = "it is not sealed"
         if problem:
             os.close(fd)
@@ -159,17 +168,19 @@ class Orphan:
 
 def list_orphans(directory: Path = SHM_DIR) -> list[Orphan]:
     """Find named segments of this user whose process is gone; removes nothing."""
-    found = []
+    found, namespace = [], host_identity().pid_namespace
     for path in sorted(directory.glob("parallelkit-*")):
         match = _NAME.fullmatch(path.name)
         if match is None:
             continue
-        uid, pid, started = (int(g) for g in match.groups())
+        uid, pid, started, where = (int(g) for g in match.groups())
         try:
             facts = path.lstat()
         except OSError:
             continue
-        if uid != os.geteuid() or facts.st_uid != uid or not stat.S_ISREG(facts.st_mode):
+        if (uid, where) != (os.geteuid(), namespace):
+            continue
+        if facts.st_uid != uid or not stat.S_ISREG(facts.st_mode):
             continue
         if start_time(pid) != started:
             found.append(Orphan(path, facts.st_size, f"process {pid}, which made it, is gone"))
@@ -182,3 +193,23 @@ def sweep_orphans(directory: Path = SHM_DIR) -> list[Orphan]:
     for orphan in gone:
         orphan.path.unlink(missing_ok=True)
     return gone
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # a filesystem without seals
+        return 0
+
+
+def _free_bytes() -> int:
+    """Memory that can be had; an allocation beyond it would wake the kernel's killer instead."""
+    kilobytes = dict.fromkeys(("MemAvailable", "SwapFree"), 0)
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in kilobytes:
+                kilobytes[name] = int(value.split()[0])
+    except OSError:
+        return 1 << 62
+    return 1024 * sum(kilobytes.values())

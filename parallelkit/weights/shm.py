@@ -16,6 +16,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ NAME = "shm"
 SECONDS_PER_GB = 0.12
 _KEY_BYTES = 32
 _SOCKET_SECONDS = 10.0
+_RETRY_SECONDS = 0.05
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +73,7 @@ class ShmPublisher:
         self._keys: set[bytes] = set()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._closing = False
         if self._segment.path is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._address = "\0parallelkit-" + secrets.token_hex(16)
@@ -106,6 +109,7 @@ class ShmPublisher:
 
     def close(self) -> None:
         """Stop handing out and drop the segment; connected subscribers keep their mapping."""
+        self._closing = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -119,7 +123,10 @@ class ShmPublisher:
             try:
                 peer, _ = listener.accept()
             except OSError:
-                return
+                if self._closing:
+                    return
+                time.sleep(_RETRY_SECONDS)  # out of descriptors, as a rule: it passes
+                continue
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(1.0)  # one slow peer must not keep the others waiting
                 credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -173,7 +180,7 @@ def _fetch(offer: _Offer) -> int:
             peer.settimeout(_SOCKET_SECONDS)
             peer.connect("\0" + offer.socket)
             peer.send(offer.key)
-            data, ancillary, *_ = peer.recvmsg(1, socket.CMSG_SPACE(4))
+            data, ancillary, *_ = peer.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
     except (OSError, ValueError) as error:
         raise TransportError(f"cannot reach the publisher's shm socket: {error}") from error
     fds = array.array("i")
@@ -192,8 +199,9 @@ def _open_named(text: str) -> int:
     if path.parent != SHM_DIR or not path.name.startswith("parallelkit-"):
         raise ProtocolError(f"the shm offer names {text!r}, which is no segment of parallelkit")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
+        # O_NONBLOCK: a pipe by that name must not make us wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
         raise TransportError(f"cannot open the publisher's segment: {error}") from error
     if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
         os.close(fd)
