@@ -93,7 +93,7 @@ def test_a_ticket_that_is_cut_is_refused():
     ["", " ", "pk1", "pk2.AAAA", "PK1.AAAA", "hello", None, 7, b"pk1.AAAA", ["pk1."], "tcp://h:1"],
 )
 def test_what_is_no_ticket_says_where_tickets_come_from(text):
-    with pytest.raises(TicketError, match="not a parallelkit ticket.*publisher.new_ticket"):
+    with pytest.raises(TicketError, match=r"not a parallelkit ticket.*publisher\.new_ticket"):
         Ticket.decode(text)
 
 
