@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallelkit.weights.coordinator import WeightsUnchangedWarning
+    from parallelkit.weights.joining import subscribe_weights
     from parallelkit.weights.manifest import Manifest, TensorSpec
     from parallelkit.weights.plan import TransferPlan, plan_transfer
     from parallelkit.weights.publisher import WeightPublisher, publish_weights
     from parallelkit.weights.report import MemberReport, TransferReport
-    from parallelkit.weights.subscriber import WeightSubscriber, subscribe_weights
+    from parallelkit.weights.subscriber import WeightSubscriber
 
 # Resolved on first use: a manifest needs neither numpy nor ZeroMQ.
 _HOMES = {
@@ -25,7 +26,7 @@ _HOMES = {
     "WeightsUnchangedWarning": "coordinator",
     "plan_transfer": "plan",
     "publish_weights": "publisher",
-    "subscribe_weights": "subscriber",
+    "subscribe_weights": "joining",
 }
 
 __all__ = [

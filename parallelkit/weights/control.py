@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import queue
-import select
 import socket
 import threading
 import time
@@ -88,6 +87,7 @@ class ControlServer:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.curve_server = True
+        self._router.setsockopt(zmq.IPV6, int(host.startswith("[")))
         self._router.curve_secretkey = secret
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, m.MAX_TO_PUBLISHER)
@@ -99,8 +99,7 @@ class ControlServer:
         try:
             self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._router.close(0)
-            self._context.term()
+            self._free(0)
             raise TransportError(
                 f"cannot listen at {host}:{port or 'any free port'}: {error}; pass "
                 "publish_weights(endpoint='address:port') an address of this host and a free port"
@@ -132,6 +131,8 @@ class ControlServer:
         self._wake()
         if self._thread.is_alive():
             self._thread.join(10.0)
+        elif self._desk is None:  # never started
+            self._free(0)
         self._wake_in.close()
         self._wake_out.close()
 
@@ -157,10 +158,13 @@ class ControlServer:
                     self._linger(poller)
                     return
         finally:
-            self._router.disable_monitor()
-            self._monitor.close(0)
-            self._router.close(1000)
-            self._context.term()
+            self._free(1000)
+
+    def _free(self, linger: int) -> None:
+        self._router.disable_monitor()
+        self._monitor.close(0)
+        self._router.close(linger)
+        self._context.term()  # returns once every socket is closed, the monitor too
 
     def _linger(self, poller: zmq.Poller) -> None:
         """Give peers a moment to read their last message; a close with unread input resets them."""
@@ -225,6 +229,7 @@ class ControlClient:
         self._dealer = self._context.socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()
         self._dealer.curve_publickey, self._dealer.curve_secretkey = public, secret
+        self._dealer.setsockopt(zmq.IPV6, int("[" in ticket.endpoint))
         self._dealer.setsockopt(zmq.MAXMSGSIZE, m.MAX_TO_SUBSCRIBER)
         self._dealer.setsockopt(zmq.LINGER, 1000)
         # Never, in effect. -1 would drop what arrived unread before the end of the connection.
@@ -283,9 +288,7 @@ class ControlClient:
             poller = zmq.Poller()
             poller.register(self._dealer, zmq.POLLIN)
             poller.register(self._monitor, zmq.POLLIN)
-            # OSError: a signal handler may interrupt; the loop looks again.
-            with contextlib.suppress(InterruptedError, select.error):
-                poller.poll(int(1000 * min(left, 1.0)) + 1)
+            poller.poll(int(1000 * min(left, 1.0)) + 1)
 
     def close(self) -> None:
         """Close the sockets; what was sent still leaves, for a second at most."""
@@ -335,7 +338,8 @@ def parse_endpoint(endpoint: str | None) -> tuple[str, int]:
     host, _, port_text = text.rpartition(":") if _has_port(text) else (text, "", "0")
     help_text = "give the address of one interface, as in '10.0.0.5:0' or 'tcp://127.0.0.1:5600'"
     try:
-        port = 0 if port_text in ("*", "") else int(port_text)
+        port_text = "0" if port_text in ("*", "") else port_text
+        port = int(port_text) if port_text.isascii() and port_text.isdigit() else -1
         if not 0 <= port < 65536:
             raise ValueError("port")
         if host in ("", "*"):
@@ -343,7 +347,8 @@ def parse_endpoint(endpoint: str | None) -> tuple[str, int]:
         info = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         infos = sorted(info, key=lambda i: i[0] != socket.AF_INET)
         address = ipaddress.ip_address(infos[0][4][0])
-        if address.is_unspecified:
+        plain = getattr(address, "ipv4_mapped", None) or address
+        if plain.is_unspecified:
             raise ValueError("all interfaces")
     except (ValueError, OSError) as error:
         raise TransportError(

@@ -10,7 +10,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from parallelkit.errors import ManifestError, ProtocolError
+from parallelkit.errors import (
+    ManifestError,
+    ManifestMismatchError,
+    ProtocolError,
+    StateError,
+    TicketError,
+    TransportError,
+    WeightTransferError,
+)
 from parallelkit.specs import HostIdentity
 from parallelkit.weights.manifest import Manifest, TensorSpec
 
@@ -197,6 +205,19 @@ def decode_at_subscriber(frame: bytes) -> ToSubscriber:
     """
     message: ToSubscriber = _decode(_to_subscriber, frame)
     return message
+
+
+def error_of(message: Refused) -> WeightTransferError:
+    """The error to raise for a refusal from the other side."""
+    kinds: tuple[type[WeightTransferError], ...] = (
+        ManifestMismatchError,
+        ProtocolError,
+        StateError,
+        TicketError,
+        TransportError,
+    )
+    kind = {kind.__name__: kind for kind in kinds}.get(message.error, ProtocolError)
+    return kind(f"the publisher refused: {message.message}")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:

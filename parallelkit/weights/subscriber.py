@@ -1,11 +1,10 @@
-"""The follower's side: `subscribe_weights` and `WeightSubscriber`."""
+"""The follower's side, once it has joined: `WeightSubscriber`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,97 +12,25 @@ from typing import Any
 
 import attrs
 
-from parallelkit import hooks
 from parallelkit.errors import (
-    ManifestMismatchError,
-    NoBackendError,
     ParallelKitError,
     PeerLostError,
     ProtocolError,
     QuarantinedError,
     StateError,
-    TicketError,
     TransportError,
     UpdateAbortedError,
     UpdateTimeoutError,
     WeightTransferError,
 )
-from parallelkit.protocols import SubscriberTransport, WeightSink
+from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights import messages as m
 from parallelkit.weights.blocks import Workers, wanted_blocks
 from parallelkit.weights.control import ControlClient
-from parallelkit.weights.identity import host_identity
-from parallelkit.weights.manifest import check_exact
 from parallelkit.weights.placement import Placement
-from parallelkit.weights.plan import TransferPlan, plan_transfer
-from parallelkit.weights.ticket import Ticket
+from parallelkit.weights.plan import TransferPlan
 
 _SERVE_POLL_SECONDS = 0.5
-
-
-def subscribe_weights(
-    target: Any, ticket: str, *, member: int = 0, timeout: float = 60.0
-) -> WeightSubscriber:
-    """Let `target` follow a publisher.
-
-    Blocks until the publisher has admitted this process and both ends agree on manifest and plan.
-    Nothing of `target` is touched before the first update.
-
-    Args:
-        target: an `nn.Module`, whatever a plugin knows, or a `WeightSink`.
-        ticket: from `publisher.ticket` or `publisher.new_ticket()`; used up by this call.
-        member: this process's rank within its group, for tickets with several members.
-        timeout: seconds for joining; later waits use the publisher's.
-
-    Raises:
-        TicketError: malformed, altered, expired, used, or for another member rank.
-        ManifestMismatchError: the target needs something else than is published; every difference
-            is listed, and the publisher is told.
-        PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
-        TransportError: the publisher's memory cannot be reached from here.
-        UpdateTimeoutError: no answer within `timeout`.
-        NoBackendError: no plugin knows the target's type.
-
-    Example:
-        >>> follower = pk.subscribe_weights(model, ticket)       # doctest: +SKIP
-        >>> while True:                                          # doctest: +SKIP
-        ...     version = follower.step(timeout=600)
-        ...     generate(model)
-    """
-    if isinstance(timeout, bool) or not 0 < timeout < math.inf:
-        raise WeightTransferError(f"timeout is {timeout!r}; it is a positive number of seconds")
-    if isinstance(member, bool) or not isinstance(member, int) or member < 0:
-        raise TicketError(f"member is {member!r}; it is a rank within the group, from 0")
-    decoded = Ticket.decode(ticket)
-    sink = _sink_of(target)
-    needs = sink.needs()
-    client = ControlClient(decoded, timeout)
-    transport: SubscriberTransport | None = None
-    try:
-        deadline = time.monotonic() + timeout
-        from parallelkit import __version__
-
-        client.send(
-            m.hello(decoded.token, member, host_identity(), socket.gethostname(), __version__)
-        )
-        welcome = _expect(client, m.Welcome, deadline, timeout)
-        try:
-            plan = plan_transfer(m.manifest_of(welcome.tensors))
-            if plan.digest != welcome.plan_digest:
-                raise ProtocolError("the two ends computed different transfer plans")
-            check_exact(plan.manifest, needs)
-            transport = _connect(welcome)
-        except (ParallelKitError, OSError) as error:
-            client.send(m.Refused(error=type(error).__name__, message=str(error)[:60000]))
-            raise
-        client.send(m.Opened(session=welcome.session, plan_digest=plan.digest))
-        _expect(client, m.Joined, deadline, timeout)
-    except BaseException:
-        if transport is not None:
-            transport.close()
-        client.close()
-        raise
-    return WeightSubscriber(client, welcome, plan, Placement(sink, needs, plan), transport)
 
 
 @attrs.frozen
@@ -452,7 +379,7 @@ class WeightSubscriber:
                 f"the {name} ended this subscription: {message.reason}", peers=[name]
             )
         if isinstance(message, m.Refused):
-            raise _error_of(message)
+            raise m.error_of(message)
 
     def _refuse_if_quarantined(self) -> None:
         if self._doubt or self._torn:
@@ -466,44 +393,3 @@ class WeightSubscriber:
             raise StateError(f"{what}() after close(): subscribe again with a new ticket")
         if self._pid != os.getpid():
             raise StateError(f"{what}() in a forked child: a subscriber belongs to one process")
-
-
-def _sink_of(target: Any) -> WeightSink:
-    sink = target if isinstance(target, WeightSink) else hooks.weight_sink(target)
-    if sink is None:
-        raise NoBackendError(
-            f"no installed plugin places weights into a {type(target).__module__}."
-            f"{type(target).__qualname__}; for an nn.Module: pip install parallelkit-torch"
-        )
-    return sink
-
-
-def _connect(welcome: m.Welcome) -> SubscriberTransport:
-    transport = hooks.connect_transport(welcome.transport, welcome.offer)
-    if transport is None:
-        raise TransportError(
-            f"no plugin installed here has the publisher's transport {welcome.transport!r}"
-        )
-    return transport
-
-
-def _expect(client: ControlClient, kind: type[Any], deadline: float, timeout: float) -> Any:
-    message = client.receive(deadline)
-    if isinstance(message, kind):
-        return message
-    if isinstance(message, m.Refused):
-        raise _error_of(message)
-    if message is None:
-        raise UpdateTimeoutError(
-            f"the publisher at {client.endpoint} did not answer within {timeout:g} s",
-            missing=[f"publisher at {client.endpoint}"],
-        )
-    raise ProtocolError(f"the publisher answered with {type(message).__name__}")
-
-
-def _error_of(message: m.Refused) -> WeightTransferError:
-    kinds: dict[str, type[WeightTransferError]] = {
-        kind.__name__: kind
-        for kind in (TicketError, ProtocolError, TransportError, ManifestMismatchError, StateError)
-    }
-    return kinds.get(message.error, ProtocolError)(f"the publisher refused: {message.message}")

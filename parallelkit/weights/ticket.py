@@ -124,10 +124,13 @@ class TicketOffice:
         token = secrets.token_bytes(32)
         with self._lock:
             number = len(self._issued) + 1
+            label = name or f"subscriber-{number}"
+            if any(ticket.label == label for ticket in self._issued):
+                label = f"{label}#{number}"  # names in reports are unique
             self._issued.append(
                 IssuedTicket(
                     number=number,
-                    label=name or f"subscriber-{number}",
+                    label=label,
                     token_hash=hashlib.sha256(token).digest(),
                     members=members,
                     expires_at=None if expires is None else time.monotonic() + expires,
