@@ -202,6 +202,9 @@ class ControlServer:
                 answers = self._desk.receive(route, message)
             except (ProtocolError, TicketError) as error:
                 answers = [(route, m.Refused(error=type(error).__name__, message=str(error)))]
+            except Exception as error:  # a plugin's transport; this thread serves the others, too
+                text = f"the publisher failed: {type(error).__name__}: {error}"
+                answers = [(route, m.Refused(error="TransportError", message=text[:2000]))]
             self._outbox.extend(answers)
             self._flush()
 
