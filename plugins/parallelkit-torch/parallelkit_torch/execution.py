@@ -86,6 +86,10 @@ class TorchExecutionMode:
         parameters; parallelize before, never after. Eager: `target` itself, or what was compiled
         if it is compiled.
 
+        Under data parallel torch compiles what the replicated module's own `forward` does; where
+        that module is a bare container of torch's (`nn.Sequential`) it compiles nothing, so give
+        the model a class of its own.
+
         Raises:
             ExecutionModeError: `target` cannot be called.
         """

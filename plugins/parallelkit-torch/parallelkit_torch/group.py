@@ -94,7 +94,8 @@ class TorchProcessGroup:
     Results carry no gradient. `native` is for what parallelkit does not wrap.
 
     Attributes:
-        ours: False for a group that the user opened; it stays open at `close`.
+        ours: False for a group that stays open at `close`: one that the user opened, and a
+            subgroup of a subgroup, which ends with the default group.
     """
 
     framework: ClassVar[str] = "torch"
@@ -260,7 +261,7 @@ class TorchProcessGroup:
         members = checks.members(ranks, self.world_size)
         what = f"subgroup({members})"
         self._check_open(what)
-        if not self._on_cpu and len(self._world_ranks) < dist.get_world_size():
+        if not self._on_cpu and not self._is_everyone:
             raise UnsupportedFeatureError(
                 f"a subgroup of a subgroup cannot be made with {self._backend}; make it from the "
                 "default group"
@@ -317,6 +318,10 @@ class TorchProcessGroup:
     def _on_cpu(self) -> bool:
         return self._wire.device.type == "cpu"
 
+    @property
+    def _is_everyone(self) -> bool:
+        return len(self._world_ranks) == dist.get_world_size()
+
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise GroupClosedError(f"{what} was called on a group that was closed")
@@ -338,7 +343,7 @@ class TorchProcessGroup:
 
     def _divide(self, members: list[int]) -> TorchProcessGroup | None:
         """Make torch's group of `members`; None on the others."""
-        if self._on_cpu and self.rank not in members:
+        if not self._is_everyone and self.rank not in members:
             return None
         world_ranks = [self._world_ranks[rank] for rank in members]
         options: dict[str, Any] = {}
@@ -350,8 +355,9 @@ class TorchProcessGroup:
             world_ranks,
             timeout=timedelta(seconds=self.timeout),
             backend=self._backend,
-            # Members alone suffice, except where the communicator is split off the parent's.
-            use_local_synchronization=self._on_cpu,
+            # Where members alone make a group, torch names it by its ranks, and once it was
+            # destroyed would use the name, with the old addresses in the store, again.
+            use_local_synchronization=not self._is_everyone,
             **options,
         )
         if native is None or native is dist.GroupMember.NON_GROUP_MEMBER:
@@ -359,7 +365,9 @@ class TorchProcessGroup:
         name = f"{self._divisions}:{','.join(map(str, world_ranks))}"
         store = self._wire.store
         wire = Wire(native, self._wire.device, self.timeout, store and PrefixStore(name, store))
-        child = TorchProcessGroup(wire, self._backend, self._local_rank, world_ranks=world_ranks)
+        child = TorchProcessGroup(
+            wire, self._backend, self._local_rank, ours=self._is_everyone, world_ranks=world_ranks
+        )
         self._children.append(child)
         return child
 
