@@ -442,9 +442,9 @@ def stranger(office):
 
 
 def heard_of(peer):
-    """All that a raw peer hears until the end of the connection, or for half a second."""
+    """All that a raw peer hears until the end of the connection, or for a quarter of a second."""
     heard = b""
-    peer.settimeout(0.5)
+    peer.settimeout(0.25)
     with contextlib.suppress(OSError):
         while data := peer.recv(65536):
             heard += data

@@ -132,13 +132,12 @@ def test_a_message_with_a_field_too_many_or_too_few(decode, message):
 
 
 @pytest.mark.parametrize(("decode", "message"), NAMED)
-@pytest.mark.parametrize("value", [None, True, [], {}, {"a": 1}, [[]], -1, 1.5, "x", b"x", 2**63])
-def test_a_field_of_another_type(decode, message, value):
+def test_a_field_of_another_type(decode, message):
     fields = plain(message)
     for name, good in fields.items():
-        if _may_be(name, good, value):
-            continue
-        refused(decode, fields | {name: value})
+        for value in (None, True, [], {}, {"a": 1}, [[]], -1, 1.5, "x", b"x", 2**63):
+            if not _may_be(name, good, value):
+                refused(decode, fields | {name: value})
 
 
 def _may_be(name, good, value):
@@ -161,21 +160,20 @@ def test_an_unknown_tag(decode, tag):
     refused(decode, {"version": 1})
 
 
-@pytest.mark.parametrize("value", [-1, -(2**63), 2**62 + 1, 2**63, 2**64 - 1])
 @pytest.mark.parametrize(("decode", "message"), NAMED)
-def test_counts_are_neither_negative_nor_huge(decode, message, value):
+def test_counts_are_neither_negative_nor_huge(decode, message):
     fields = plain(message)
-    counts = [k for k, v in fields.items() if isinstance(v, int) and not isinstance(v, bool)]
-    for name in counts:
-        refused(decode, fields | {name: value})
+    for name in [k for k, v in fields.items() if type(v) is int]:
+        for value in (-1, -(2**63), 2**62 + 1, 2**63, 2**64 - 1):
+            refused(decode, fields | {name: value})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.5, 1e300])
 @pytest.mark.parametrize(("decode", "message"), NAMED)
-def test_seconds_are_numbers_of_seconds(decode, message, value):
+def test_seconds_are_numbers_of_seconds(decode, message):
     fields = plain(message)
-    for name in [k for k, v in fields.items() if isinstance(v, float)]:
-        refused(decode, fields | {name: value})
+    for name in [k for k, v in fields.items() if type(v) is float]:
+        for value in (math.nan, math.inf, -math.inf, -0.5, 1e300):
+            refused(decode, fields | {name: value})
 
 
 @pytest.mark.parametrize(
