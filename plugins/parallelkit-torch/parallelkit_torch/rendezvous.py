@@ -11,8 +11,6 @@ import errno
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -22,10 +20,10 @@ import torch.distributed as dist
 from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
 from parallelkit.specs import GroupSpec
 from parallelkit_torch import portfile
+from parallelkit_torch.arrival import Deadline, await_everyone, await_word
 from parallelkit_torch.wire import HashStore, PrefixStore, Store, TCPStore
 
 _BACKLOG = 4096
-_POLL_SECONDS = (0.002, 0.2)  # first and longest pause between two looks
 _NONCE = "parallelkit/nonce"
 _opened = 0  # groups this process opened; part of the keys, since a store may outlive a group
 
@@ -41,30 +39,6 @@ class Meeting:
 
     store: Store
     where: str
-
-
-@attrs.define
-class _Deadline:
-    """The end of the rendezvous; pauses between looks grow from call to call."""
-
-    seconds: float
-    end: float = attrs.field(init=False)
-    _pause: float = attrs.field(default=_POLL_SECONDS[0], init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.end = time.monotonic() + self.seconds
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self.end - time.monotonic())
-
-    def pause(self) -> bool:
-        """Sleep a little; False once the time is over."""
-        if self.left <= 0:
-            return False
-        time.sleep(min(self._pause, self.left))
-        self._pause = min(self._pause * 1.5, _POLL_SECONDS[1])
-        return True
 
 
 def meet(spec: GroupSpec) -> Meeting:
@@ -92,7 +66,7 @@ def meet(spec: GroupSpec) -> Meeting:
 
 def _host(spec: GroupSpec, run: str) -> Meeting:
     # A little before the others' deadline, so that they hear from here who is missing.
-    deadline = _Deadline(spec.timeout - min(1.0, spec.timeout / 10))
+    deadline = Deadline(spec.timeout - min(1.0, spec.timeout / 10))
     listener, host = _listen(spec)
     port = listener.getsockname()[1]
     server = TCPStore(
@@ -111,7 +85,7 @@ def _host(spec: GroupSpec, run: str) -> Meeting:
         said = portfile.announce(path, run, host, port)
         server.set(_NONCE, said.nonce)
     try:
-        _await_everyone(spec, store, deadline, f"{host}:{port}")
+        await_everyone(spec, store, deadline, f"{host}:{port}")
     finally:
         if path and said:
             portfile.withdraw(path, said)
@@ -170,7 +144,7 @@ def _raise_bind_error(error: OSError, host: str, port: int) -> NoReturn:
 
 def _join(spec: GroupSpec, run: str) -> Meeting:
     """Connect and announce; start over when the store goes away, since it may be an old one."""
-    deadline = _Deadline(spec.timeout)
+    deadline = Deadline(spec.timeout)
     token = secrets.token_hex(8)
     problem = "it was not tried"
     while True:
@@ -178,9 +152,9 @@ def _join(spec: GroupSpec, run: str) -> Meeting:
             server, where = _connect(spec, run, deadline, problem)
             store = PrefixStore(f"parallelkit/{run}", server)
             if spec.rank == 0:  # under torchrun, whose agent holds the store
-                _await_everyone(spec, store, deadline, where)
+                await_everyone(spec, store, deadline, where)
             else:
-                _await_word(spec, store, deadline, where, token)
+                await_word(spec, store, deadline, where, token)
             server.set_timeout(timedelta(seconds=spec.timeout))
             return Meeting(store, where)
         except dist.DistError as error:
@@ -189,7 +163,7 @@ def _join(spec: GroupSpec, run: str) -> Meeting:
                 _raise_unreachable(spec, "the store", problem)
 
 
-def _connect(spec: GroupSpec, run: str, deadline: _Deadline, problem: str) -> tuple[TCPStore, str]:
+def _connect(spec: GroupSpec, run: str, deadline: Deadline, problem: str) -> tuple[TCPStore, str]:
     while True:
         target = _target(spec, run)
         if target is not None:
@@ -206,7 +180,7 @@ def _connect(spec: GroupSpec, run: str, deadline: _Deadline, problem: str) -> tu
             _raise_unreachable(spec, str(where), problem if target else "no file of this run")
 
 
-def _client(address: str, port: int, deadline: _Deadline) -> TCPStore:
+def _client(address: str, port: int, deadline: Deadline) -> TCPStore:
     """Connect to a store, in bounded time.
 
     torch's client is slow to give up and loud about it where nobody listens, so the way is tried
@@ -259,76 +233,6 @@ def _raise_unreachable(spec: GroupSpec, where: str, problem: str) -> NoReturn:
         f"{spec.timeout:g} s: {problem}. Check that rank 0 was started, and that master_addr and "
         "master_port (MASTER_ADDR, MASTER_PORT) are the same on every rank",
         missing=(0,),
-    )
-
-
-# --- arrival -----------------------------------------------------------------------------------
-
-
-def _await_everyone(spec: GroupSpec, store: Store, deadline: _Deadline, where: str) -> None:
-    """Rank 0: wait for every other rank, then give the word; or say who is missing."""
-    waiting = [f"here/{rank}" for rank in range(1, spec.world_size)]
-    if _poll(lambda: store.check(waiting), deadline):
-        sizes = {r: int(store.get(f"here/{r}").split(b":")[1]) for r in range(1, spec.world_size)}
-        other = {rank: size for rank, size in sizes.items() if size != spec.world_size}
-        store.set("word", f"world {spec.world_size}" if other else "go")
-        if other:
-            _linger(store, [f"heard/{r}" for r in sizes])
-            raise GroupError(
-                f"ranks disagree about the world size: rank 0 has {spec.world_size}, "
-                + ", ".join(f"rank {r} has {n}" for r, n in sorted(other.items()))
-            )
-        return
-    missing = [r for r in range(1, spec.world_size) if not store.check([f"here/{r}"])]
-    store.set("word", "missing " + ",".join(map(str, missing)))
-    _linger(store, [f"heard/{r}" for r in range(1, spec.world_size) if r not in missing])
-    _raise_missing(spec, where, missing)
-
-
-def _await_word(spec: GroupSpec, store: Store, deadline: _Deadline, where: str, token: str) -> None:
-    """Other ranks: announce, then wait for rank 0's word."""
-    mine = f"{token}:{spec.world_size}".encode()
-    found = store.compare_set(f"here/{spec.rank}", "", mine.decode())
-    if found != mine:
-        raise GroupError(
-            f"another process is rank {spec.rank} already at {where}: two jobs use one port, or "
-            "two processes were given one rank. Set master_port (MASTER_PORT) to another port"
-        )
-    if not _poll(lambda: store.check(["word"]), deadline):
-        keys = [f"here/{rank}" for rank in range(1, spec.world_size)]
-        missing = [r for r, key in enumerate(keys, 1) if not store.check([key])]
-        _raise_missing(spec, where, missing or [0])
-    word, _, rest = store.get("word").decode().partition(" ")
-    if word == "go":
-        return
-    store.set(f"heard/{spec.rank}", "1")
-    if word == "world":
-        raise GroupError(
-            f"ranks disagree about the world size: rank 0 has {rest}, rank {spec.rank} has "
-            f"{spec.world_size}, or another rank differs"
-        )
-    _raise_missing(spec, where, [int(rank) for rank in rest.split(",")])
-
-
-def _poll(done: Callable[[], bool], deadline: _Deadline) -> bool:
-    while not done():
-        if not deadline.pause():
-            return done()
-    return True
-
-
-def _linger(store: Store, keys: list[str]) -> None:
-    """Keep the store alive until the ranks that are here have read the bad news."""
-    if keys:
-        _poll(lambda: store.check(keys), _Deadline(1.0))
-
-
-def _raise_missing(spec: GroupSpec, where: str, missing: list[int]) -> NoReturn:
-    shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-    raise RendezvousTimeoutError(
-        f"{len(missing)} of {spec.world_size} ranks did not arrive at {where} within "
-        f"{spec.timeout:g} s: missing rank(s) {shown}. Check their logs, or raise timeout",
-        missing=missing,
     )
 
 

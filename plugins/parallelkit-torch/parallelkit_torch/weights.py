@@ -11,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
-from parallelkit.weights.manifest import DTYPE_BYTES, Manifest, TensorSpec
+from parallelkit.weights.manifest import Manifest, TensorSpec
+from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
 
 
@@ -40,16 +41,17 @@ class _ModuleWeights:
         The live memory where it is contiguous on the CPU; else a copy, and for a tensor on a
         GPU that is one blocking copy to the host.
         """
-        return _as_bytes(self._tensor(index))
+        return tensors.as_bytes(self._tensor(index))
 
     def _tensor(self, index: int) -> torch.Tensor:
         """The live tensor, checked to be what the manifest says."""
         spec = self._manifest.unique[index]
         tensor = self._groups[index][0].tensor
-        if tuple(tensor.shape) != spec.shape or _dtype_name(tensor) != spec.dtype:
+        dtype = tensors.dtype_name(tensor)
+        if tuple(tensor.shape) != spec.shape or dtype != spec.dtype:
             raise ManifestError(
-                f"tensor {spec.name!r} was {spec.describe()} and is now {_dtype_name(tensor)}"
-                f"{list(tensor.shape)}; a model keeps its shapes and dtypes while it is published"
+                f"tensor {spec.name!r} was {spec.describe()} and is now "
+                f"{dtype}{list(tensor.shape)}; a model keeps its shapes and dtypes while it is published"
             )
         return tensor
 
@@ -146,7 +148,7 @@ class ModuleSink(_ModuleWeights):
                 tensor), so it cannot be written; the tensor is named.
         """
         for index, spec in enumerate(self._manifest.unique):
-            if _self_overlapping(self._tensor(index)):
+            if tensors.self_overlapping(self._tensor(index)):
                 raise ManifestError(
                     f"tensor {spec.name!r} of the target has shape {list(spec.shape)} and strides "
                     f"{list(self._tensor(index).stride())}: its elements share memory, so it "
@@ -163,13 +165,13 @@ class ModuleSink(_ModuleWeights):
         tensor = self._tensor(index)
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
-        return _as_bytes(tensor)
+        return tensors.as_bytes(tensor)
 
     def write(self, index: int, data: memoryview) -> None:
         self._check_open("write")
         tensor = self._tensor(index)
         staged = torch.empty(tensor.shape, dtype=tensor.dtype)
-        into = _as_bytes(staged)
+        into = tensors.as_bytes(staged)
         if data.nbytes != into.nbytes:
             raise ManifestError(
                 f"tensor {self._manifest.unique[index].name!r} has {into.nbytes} bytes, "
@@ -193,87 +195,28 @@ class ModuleSink(_ModuleWeights):
 
 def _describe(all_slots: Sequence[Slot]) -> tuple[Manifest, list[list[Slot]]]:
     """Make the manifest, and for each unique tensor the slots that hold it."""
-    tensors: list[TensorSpec] = []
+    specs: list[TensorSpec] = []
     groups: list[list[Slot]] = []
     known: dict[object, int] = {}
     for slot in all_slots:
         tensor = slot.tensor
-        _refuse_unreadable(slot.name, tensor)
-        index = known.setdefault(_identity(tensor), len(groups))
+        tensors.refuse_unreadable(slot.name, tensor)
+        index = known.setdefault(tensors.identity(tensor), len(groups))
         alias_of = None
         if index == len(groups):
             groups.append([])
         else:
             alias_of = groups[index][0].name
         groups[index].append(slot)
-        tensors.append(
+        specs.append(
             TensorSpec(
                 name=slot.name,
-                dtype=_dtype_name(tensor),
+                dtype=tensors.dtype_name(tensor),
                 shape=tuple(tensor.shape),
                 alias_of=alias_of,
             )
         )
-    return Manifest(tensors), groups
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    """Equal for two tensors exactly when they are the same elements in the same order."""
-    if tensor.numel() == 0:  # no memory: the same only if it is the same object
-        return id(tensor)
-    return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def _refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
-    """Raise `ManifestError` for a tensor that has no plain bytes in this process."""
-    problem = None
-    if torch.nn.parameter.is_lazy(tensor):
-        problem = "is uninitialised; run the model once before publishing it"
-    elif tensor.is_meta:
-        problem = "is on the meta device and has no data; materialise the model first"
-    elif type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        problem = f"is a {type(tensor).__qualname__}, which is not a plain dense tensor"
-    elif tensor.layout is not torch.strided:
-        problem = f"has layout {tensor.layout}; only dense tensors can be transferred"
-    elif _dtype_name(tensor) not in DTYPE_BYTES:
-        problem = f"has dtype {_dtype_name(tensor)!r}; allowed are {', '.join(DTYPE_BYTES)}"
-    if problem:
-        raise ManifestError(f"tensor {name!r} {problem}")
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Row-major bytes: the tensor's own memory if it is contiguous on the CPU, else a copy."""
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _self_overlapping(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share one place; exact for every tensor made by views."""
-    if tensor.numel() == 0:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
+    return Manifest(specs), groups
 
 
 def _refuse_overlaps(unique: Sequence[TensorSpec], groups: Sequence[Sequence[Slot]]) -> None:
