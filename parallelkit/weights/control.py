@@ -1,4 +1,4 @@
-"""The control channel: ZeroMQ over TCP, encrypted and authenticated with CURVE keys.
+"""The control channel at the publisher: ZeroMQ over TCP, encrypted with CURVE keys.
 
 The publisher runs one thread that owns the sockets: it admits subscribers at any time, also while
 the trainer trains, and notices at once when a connection ends, because it matches each message's
@@ -9,7 +9,6 @@ A lost connection is a lost peer: there is no silent reconnect.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import queue
 import socket
 import threading
@@ -21,19 +20,12 @@ import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from parallelkit.errors import PeerLostError, ProtocolError, TicketError, TransportError
+from parallelkit.errors import ProtocolError, TicketError, TransportError
 from parallelkit.weights import messages as m
-from parallelkit.weights.ticket import Ticket
+from parallelkit.weights.endpoint import parse_endpoint
 
-_FAILED_HANDSHAKE = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-_NO_RECONNECT_MS = 24 * 3600 * 1000
 #: How long the last message of a connection may take to be read.
-_LAST_WORDS_SECONDS = 0.2
+LAST_WORDS_SECONDS = 0.2
 
 
 @attrs.frozen
@@ -49,6 +41,30 @@ class Lost:
     """A connection ended."""
 
     route: bytes
+
+
+class Inbox:
+    """Messages and losses that concern the update under way, for the thread in `update()`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Received | Lost] = queue.SimpleQueue()
+
+    def put(self, item: Received | Lost) -> None:
+        self._queue.put(item)
+
+    def get(self, deadline: float) -> Received | Lost | None:
+        """Wait for the next item until `deadline` (monotonic seconds); None when it passed."""
+        left = deadline - time.monotonic()
+        try:
+            return self._queue.get(timeout=max(left, 0.0)) if left > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def clear(self) -> None:
+        """Drop what is late."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
 
 
 class Desk:
@@ -168,7 +184,7 @@ class ControlServer:
 
     def _linger(self, poller: zmq.Poller) -> None:
         """Give peers a moment to read their last message; a close with unread input resets them."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
         while self._routes and time.monotonic() < deadline:
             poller.poll(20)
             self._receive()
@@ -220,169 +236,3 @@ class ControlServer:
             del self._routes[fd]
         assert self._desk is not None
         self._desk.lost(route)
-
-
-class ControlClient:
-    """A subscriber's end. Used by one thread at a time."""
-
-    def __init__(self, ticket: Ticket, timeout: float) -> None:
-        self.endpoint = ticket.endpoint
-        self._timeout = timeout
-        self._context = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        public, secret = zmq.curve_keypair()
-        self._dealer.curve_publickey, self._dealer.curve_secretkey = public, secret
-        self._dealer.setsockopt(zmq.IPV6, int("[" in ticket.endpoint))
-        self._dealer.setsockopt(zmq.MAXMSGSIZE, m.MAX_TO_SUBSCRIBER)
-        self._dealer.setsockopt(zmq.LINGER, 1000)
-        # Never, in effect. -1 would drop what arrived unread before the end of the connection.
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, _NO_RECONNECT_MS)
-        self._dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * timeout))
-        self._dealer.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * min(5.0, timeout / 4)))
-        self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * timeout))
-        self._monitor = self._dealer.get_monitor_socket()
-        self._greeted = False
-        self._gone: Exception | None = None
-        try:
-            self._dealer.curve_serverkey = ticket.server_key.encode()
-            self._dealer.connect(ticket.endpoint)
-        except (zmq.ZMQError, UnicodeEncodeError) as error:
-            self.close()
-            raise TicketError(
-                f"the ticket names {ticket.endpoint!r} with an unusable address or key: {error}"
-            ) from error
-
-    def send(self, message: Any) -> None:
-        """Send; does not block.
-
-        Raises:
-            PeerLostError: the publisher is gone.
-        """
-        if self._gone is not None:
-            raise self._gone
-        try:
-            self._dealer.send(m.encode(message), zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            raise self._lost("cannot be reached") from error
-
-    def receive(self, deadline: float) -> m.ToSubscriber | None:
-        """Wait for the next message until `deadline` (monotonic seconds); None when it passed.
-
-        Raises:
-            PeerLostError: the connection ended and all messages before its end were received.
-            TicketError: the publisher does not own the key in the ticket.
-            ProtocolError: the publisher sent something else than a message of ours.
-        """
-        while True:
-            try:
-                return m.decode_at_subscriber(self._dealer.recv(zmq.DONTWAIT))
-            except zmq.Again:
-                pass
-            if self._gone is not None:
-                # What had arrived before the end comes first.
-                if self._dealer.poll(int(1000 * _LAST_WORDS_SECONDS)):
-                    continue
-                raise self._gone
-            if self._watch():
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            poller = zmq.Poller()
-            poller.register(self._dealer, zmq.POLLIN)
-            poller.register(self._monitor, zmq.POLLIN)
-            poller.poll(int(1000 * min(left, 1.0)) + 1)
-
-    def close(self) -> None:
-        """Close the sockets; what was sent still leaves, for a second at most."""
-        if self._context.closed:
-            return
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(1000)
-        self._context.term()
-
-    def _watch(self) -> bool:
-        ended = False
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._greeted = True
-            elif event & _FAILED_HANDSHAKE or (
-                event == zmq.EVENT_DISCONNECTED and not self._greeted
-            ):
-                self._gone = TicketError(
-                    f"the publisher at {self.endpoint} refused the encrypted handshake: the "
-                    "ticket was altered, or belongs to a publisher that is gone"
-                )
-                ended = True
-            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED) and self._gone is None:
-                self._gone = self._lost(
-                    "is gone: the connection ended" if self._greeted else "does not listen there"
-                )
-                ended = True
-        return ended
-
-    def _lost(self, what: str) -> PeerLostError:
-        name = f"publisher at {self.endpoint}"
-        return PeerLostError(f"the {name} {what}", peers=[name])
-
-
-def parse_endpoint(endpoint: str | None) -> tuple[str, int]:
-    """Split and check where to listen; see `ControlServer`.
-
-    Returns:
-        A numeric address, IPv6 in brackets, and a port, 0 for any.
-
-    Raises:
-        TransportError: not an address of one interface.
-    """
-    text = "127.0.0.1" if endpoint is None else endpoint.removeprefix("tcp://")
-    host, _, port_text = text.rpartition(":") if _has_port(text) else (text, "", "0")
-    help_text = "give the address of one interface, as in '10.0.0.5:0' or 'tcp://127.0.0.1:5600'"
-    try:
-        port_text = "0" if port_text in ("*", "") else port_text
-        port = int(port_text) if port_text.isascii() and port_text.isdigit() else -1
-        if not 0 <= port < 65536:
-            raise ValueError("port")
-        if host in ("", "*"):
-            raise ValueError("all interfaces")
-        info = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-        infos = sorted(info, key=lambda i: i[0] != socket.AF_INET)
-        address = ipaddress.ip_address(infos[0][4][0])
-        plain = getattr(address, "ipv4_mapped", None) or address
-        if plain.is_unspecified:
-            raise ValueError("all interfaces")
-    except (ValueError, OSError) as error:
-        raise TransportError(
-            f"endpoint {endpoint!r} cannot be used ({error}); {help_text}"
-        ) from error
-    return (f"[{address}]" if address.version == 6 else str(address)), port
-
-
-def _has_port(text: str) -> bool:
-    return text.rpartition("]")[2].count(":") == 1
-
-
-class Inbox:
-    """Messages and losses that concern the update under way, for the thread in `update()`."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Received | Lost] = queue.SimpleQueue()
-
-    def put(self, item: Received | Lost) -> None:
-        self._queue.put(item)
-
-    def get(self, deadline: float) -> Received | Lost | None:
-        """Wait for the next item until `deadline` (monotonic seconds); None when it passed."""
-        left = deadline - time.monotonic()
-        try:
-            return self._queue.get(timeout=max(left, 0.0)) if left > 0 else self._queue.get_nowait()
-        except queue.Empty:
-            return None
-
-    def clear(self) -> None:
-        """Drop what is late."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from typing import Any
@@ -15,15 +14,15 @@ from parallelkit.errors import (
     TicketError,
     TransportError,
     UpdateTimeoutError,
-    WeightTransferError,
 )
 from parallelkit.protocols import SubscriberTransport, WeightSink
 from parallelkit.weights import messages as m
-from parallelkit.weights.control import ControlClient
+from parallelkit.weights.client import ControlClient
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.manifest import check_exact
 from parallelkit.weights.placement import Placement
-from parallelkit.weights.plan import plan_transfer
+from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.subscriber import WeightSubscriber
 from parallelkit.weights.ticket import Ticket
 
@@ -57,8 +56,7 @@ def subscribe_weights(
         ...     version = follower.step(timeout=600)
         ...     generate(model)
     """
-    if isinstance(timeout, bool) or not 0 < timeout < math.inf:
-        raise WeightTransferError(f"timeout is {timeout!r}; it is a positive number of seconds")
+    check_timeout(timeout)
     if isinstance(member, bool) or not isinstance(member, int) or member < 0:
         raise TicketError(f"member is {member!r}; it is a rank within the group, from 0")
     decoded = Ticket.decode(ticket)
@@ -77,7 +75,7 @@ def subscribe_weights(
             if plan.digest != welcome.plan_digest:
                 raise ProtocolError("the two ends computed different transfer plans")
             check_exact(plan.manifest, needs)
-            transport = _connect(welcome)
+            transport = _connect(welcome, plan)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=str(error)[:60000]))
             raise
@@ -101,12 +99,16 @@ def _sink_of(target: Any) -> WeightSink:
     return sink
 
 
-def _connect(welcome: m.Welcome) -> SubscriberTransport:
+def _connect(welcome: m.Welcome, plan: TransferPlan) -> SubscriberTransport:
     transport = hooks.connect_transport(welcome.transport, welcome.offer)
     if transport is None:
         raise TransportError(
             f"no plugin installed here has the publisher's transport {welcome.transport!r}"
         )
+    size = plan.nbytes if transport.buffer is None else transport.buffer.nbytes
+    if size != plan.nbytes:
+        transport.close()
+        raise ProtocolError(f"the publisher's arena has {size} bytes, the plan {plan.nbytes}")
     return transport
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -23,6 +22,7 @@ from parallelkit.errors import (
 )
 from parallelkit.protocols import ProcessGroup, WeightSource
 from parallelkit.weights.coordinator import TICKET_SECONDS, Coordinator, Settings, next_version
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.members import Member
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
@@ -85,8 +85,7 @@ def publish_weights(
     """
     _check_choice("verify", verify, VERIFY)
     _check_choice("commit", commit, COMMIT)
-    if isinstance(timeout, bool) or not 0 < timeout < math.inf:
-        raise WeightTransferError(f"timeout is {timeout!r}; it is a positive number of seconds")
+    check_timeout(timeout)
     group = _current_group() if group is None else group
     settings = Settings(
         transport=transport,

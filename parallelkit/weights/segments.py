@@ -95,11 +95,11 @@ class Segment:
         segment = cls(fd, nbytes, writable=True, path=path)
         segment._memory[: len(MAGIC)] = MAGIC
         if path is None:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            segment._seal()
         return segment
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> Segment:
+    def attach(cls, fd: int, nbytes: int, *, sealed: bool = True) -> Segment:
         """Map a descriptor that came from a publisher, read only, after checking what it is.
 
         Takes the descriptor over; it is closed on every path.
@@ -110,7 +110,7 @@ class Segment:
             problem = f"it has {facts.st_size} bytes instead of {HEADER_BYTES + nbytes}"
         elif facts.st_uid != os.geteuid():
             problem = f"it belongs to user {facts.st_uid}"
-        elif facts.st_nlink == 0 and _seals(fd) & _SEALS != _SEALS:
+        elif sealed and _seals(fd) & _SEALS != _SEALS:
             problem = "it is not sealed"
         if problem:
             os.close(fd)
@@ -120,6 +120,16 @@ class Segment:
             segment.close()
             raise TransportError("the publisher's segment is refused: it has no parallelkit header")
         return segment
+
+    def _seal(self) -> None:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:  # Linux before 5.1
+            self.close()
+            raise TransportError(
+                f"this kernel cannot seal shared memory against writing ({error}); pass "
+                "publish_weights(named=True)"
+            ) from error
 
     @property
     def fd(self) -> int:

@@ -160,7 +160,7 @@ class ShmSubscriber:
         if facts.nbytes <= 0:
             raise ProtocolError(f"the shm offer is for {facts.nbytes} bytes")
         fd = _open_named(facts.path) if facts.path else _fetch(facts)
-        self._segment = Segment.attach(fd, facts.nbytes)
+        self._segment = Segment.attach(fd, facts.nbytes, sealed=not facts.path)
 
     @property
     def buffer(self) -> memoryview:

@@ -26,7 +26,7 @@ from parallelkit.errors import (
 from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights import messages as m
 from parallelkit.weights.blocks import Workers, wanted_blocks
-from parallelkit.weights.control import ControlClient
+from parallelkit.weights.client import ControlClient
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan
 

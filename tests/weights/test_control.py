@@ -18,15 +18,15 @@ import zmq
 
 from parallelkit.errors import PeerLostError, ProtocolError, TicketError, TransportError
 from parallelkit.weights import messages as m
+from parallelkit.weights.client import ControlClient
 from parallelkit.weights.control import (
-    ControlClient,
     ControlServer,
     Desk,
     Inbox,
     Lost,
     Received,
-    parse_endpoint,
 )
+from parallelkit.weights.endpoint import parse_endpoint
 from parallelkit.weights.ticket import Ticket
 
 KEY = b"s" * 16

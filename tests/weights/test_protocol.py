@@ -590,9 +590,7 @@ def test_unknown_models_and_engines_say_what_to_install(bench):
 
 
 def test_hostile_frames_leave_the_publisher_working(bench):
-    import zmq
-
-    from parallelkit.weights.control import ControlClient
+    from parallelkit.weights.client import ControlClient
     from parallelkit.weights.ticket import Ticket
 
     publisher = bench.publish()

@@ -292,7 +292,7 @@ def test_a_named_segment_is_the_user_s_alone_and_goes_with_close(named):
     facts = path.stat()
     assert facts.st_mode & 0o7777 == 0o600
     assert facts.st_uid == os.geteuid()
-    other = Segment.attach(os.open(path, os.O_RDONLY), SIZE)
+    other = Segment.attach(os.open(path, os.O_RDONLY), SIZE, sealed=False)
     named.arena[5] = 9
     assert other.arena[5] == 9
     named.close()
