@@ -51,7 +51,8 @@ class _ModuleWeights:
         if tuple(tensor.shape) != spec.shape or dtype != spec.dtype:
             raise ManifestError(
                 f"tensor {spec.name!r} was {spec.describe()} and is now "
-                f"{dtype}{list(tensor.shape)}; a model keeps its shapes and dtypes while it is published"
+                f"{dtype}{list(tensor.shape)}; a model keeps its shapes and dtypes while it is "
+                "published"
             )
         return tensor
 
