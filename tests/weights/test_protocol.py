@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -603,3 +604,115 @@ def test_hostile_frames_leave_the_publisher_working(bench):
         client.close()
     bench.follow()
     assert bench.update().version == 1
+
+
+class Interrupted(Arrays):
+    """Fails after some tensors have been placed, when told to."""
+
+    fail_at: int | None = None
+
+    def destination(self, index: int) -> memoryview | None:
+        if index == self.fail_at:
+            raise MemoryError("no more room")
+        return None  # placed one by one, so that those before are in place
+
+    def write(self, index: int, data: memoryview) -> None:
+        super().write(index, data)
+
+
+def test_half_a_placement_is_quarantine_and_the_next_update_is_whole(bench):
+    bench.publish()
+    follower = bench.follow(model=Interrupted(sample_model().arrays))
+    bench.update()
+    fill(bench.source, 2.0)
+    follower.model.fail_at = 3
+    with pytest.raises(PartialCommitError, match="MemoryError"):
+        bench.update()
+    assert len(values(follower.model)) > 1, "the failure came in the middle"
+    assert follower.subscriber.state == "quarantined"
+    assert follower.subscriber.version == 1
+    follower.model.fail_at = None
+    fill(bench.source, 3.0)
+    bench.update()
+    assert values(follower.model) == {3.0}
+    assert follower.subscriber.state == "current"
+
+
+class Slow(Arrays):
+    """Takes its time to place."""
+
+    def begin(self) -> None:
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+def test_the_source_may_change_as_soon_as_update_returns(bench, aliased):
+    bench.publish(aliased=aliased)
+    quick, slow = bench.follow(), bench.follow(model=Slow(sample_model().arrays))
+    for value in (1.0, 2.0):
+        fill(bench.source, value)
+        for follower in (quick, slow):
+            follower.step()
+        bench.publisher.update()
+        fill(bench.source, -1.0)
+        for follower in (quick, slow):
+            assert follower.done() is None
+            assert values(follower.model) == {value}
+
+
+def test_one_of_three_failing_leaves_none_ahead(bench):
+    bench.publish()
+    followers = [bench.follow() for _ in range(3)]
+    bench.update()
+    fill(bench.source, 2.0)
+    followers[1].subscriber._placement.fetch = lambda *a, **k: 1 / 0
+    with pytest.raises(UpdateAbortedError):
+        bench.update()
+    assert [f.subscriber.version for f in followers] == [1, 1, 1]
+    assert [values(f.model) for f in followers] == [{1.0}] * 3
+    assert [f.subscriber.state for f in followers] == ["current"] * 3
+
+
+def test_memory_handles_and_threads_are_flat_over_updates(bench):
+    import os
+    import threading
+
+    bench.publish(aliased=False)
+    follower = bench.follow()
+
+    def held():
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return rss, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for step in range(5):
+        fill(bench.source, step)
+        bench.update()
+    rss, handles, threads = held()
+    for step in range(100):
+        fill(bench.source, step)
+        bench.update()
+    after = held()
+    assert after[1:] == (handles, threads)
+    assert after[0] - rss < 2 << 20, f"{(after[0] - rss) / 1e6:.1f} MB more after 100 updates"
+    assert follower.subscriber.version == 105
+
+
+def test_what_the_state_does_not_allow_is_refused(bench):
+    """Calls against states; what is not listed is allowed."""
+    publisher = bench.publish()
+    follower = bench.follow().subscriber
+    waiting = {"use": StateError}
+    for name, error in waiting.items():
+        with pytest.raises(error), getattr(follower, name)():
+            pass
+    bench.update()
+    follower.close()
+    for call in (follower.step, follower.serve, lambda: follower.use().__enter__()):
+        with pytest.raises(StateError, match="after close"):
+            call()
+    publisher.close()
+    for call in (publisher.update, publisher.wait, publisher.new_ticket, publisher.attach):
+        with pytest.raises((StateError, TypeError)):
+            call()
+    assert publisher.version == 1
+    assert "version 1" in publisher.explain()
