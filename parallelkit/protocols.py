@@ -199,7 +199,10 @@ class WeightSink(Protocol):
         """Return the live bytes of tensor `index`, writable and contiguous, or None."""
 
     def write(self, index: int, data: memoryview) -> None:
-        """Place the row-major bytes of tensor `index`, where `destination` gave None."""
+        """Place the row-major bytes of tensor `index`, where `destination` gave None.
+
+        `data` is the publisher's memory: copy out of it, keep no view.
+        """
 
     def host_bytes(self, index: int) -> memoryview:
         """Read back tensor `index` as placed, row-major; valid until the next call."""
