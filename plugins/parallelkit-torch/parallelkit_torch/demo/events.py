@@ -1,0 +1,77 @@
+"""What the demo's processes tell the one that started them: a JSON object a line, on stdout."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import msgspec
+
+
+class Started(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """A trainer: the group is open. `explanation` says what was chosen."""
+
+    parameters: int
+    characters: int
+    explanation: str
+
+
+class TicketReady(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The trainer: a follower can join."""
+
+    ticket: str
+
+
+class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The trainer: one optimiser step is done. `loss` is the mean over ranks, in nats."""
+
+    step: int
+    loss: float
+
+
+class Updated(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The trainer: a version is committed.
+
+    Attributes:
+        step: optimiser steps before it.
+        report: `TransferReport.to_dict()`.
+        validation: loss on the held-out batch, in nats.
+        digest: SHA-256 of the bytes of the logits of that batch.
+        logits: the bytes themselves, float32, with the last version only.
+    """
+
+    step: int
+    version: int
+    report: dict[str, Any]
+    validation: float
+    digest: str
+    logits: bytes = b""
+
+
+class Followed(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The follower: a version is live there; `digest` and `logits` as in `Updated`."""
+
+    version: int
+    sample: str
+    digest: str
+    logits: bytes = b""
+
+
+Event = Started | TicketReady | Step | Updated | Followed
+
+_ENCODER: Final = msgspec.json.Encoder()
+_DECODER: Final[msgspec.json.Decoder[Event]] = msgspec.json.Decoder(Event)
+
+
+def say(event: Event) -> None:
+    """Write one event to standard output, at once."""
+    sys.stdout.buffer.write(_ENCODER.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def read(line: bytes) -> Event | None:
+    """Decode a line; None for anything else that a library may have printed."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.MsgspecError:
+        return None

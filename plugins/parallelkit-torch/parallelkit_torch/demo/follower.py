@@ -1,0 +1,53 @@
+"""The demo's inference process: `python -m parallelkit_torch.demo.follower SETTINGS`.
+
+It holds the same model with other weights, reads a ticket from standard input, and follows.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import parallelkit as pk
+from parallelkit_torch.demo.config import Settings
+from parallelkit_torch.demo.evaluate import digest, evaluate, generate
+from parallelkit_torch.demo.events import Followed, say
+from parallelkit_torch.demo.model import CausalLM
+from parallelkit_torch.demo.process import begin_process, end_with_parent
+from parallelkit_torch.demo.text import held_out, load_corpus
+
+#: For the steps between two updates; a publisher that is gone is noticed at once.
+_PATIENCE_SECONDS = 600.0
+
+
+def main(argument: str) -> None:
+    """Take part in every update, and show what each version writes."""
+    settings = Settings.from_json(argument)
+    begin_process()
+    corpus = load_corpus()
+    batch = held_out(corpus, settings.block, settings.held_out)
+    torch.manual_seed(settings.seed + 1)  # anything but the trainer's
+    model = CausalLM(settings.model_config(len(corpus.vocabulary)))
+    ticket = sys.stdin.readline().strip()
+    end_with_parent()
+
+    updates = len(settings.update_steps)
+    with pk.subscribe_weights(model, ticket, timeout=settings.timeout) as subscriber:
+        for number in range(1, updates + 1):
+            version = subscriber.step(timeout=_PATIENCE_SECONDS)
+            with subscriber.use() as current:
+                logits, _ = evaluate(current, batch)
+                sample = generate(
+                    current,
+                    corpus.vocabulary,
+                    length=settings.sample,
+                    block=settings.block,
+                    seed=settings.seed,
+                )
+            last = logits if number == updates else b""
+            say(Followed(version, sample, digest(logits), last))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
