@@ -41,8 +41,11 @@ class _Child:
         """Say how it ended, with the last lines of its standard error."""
         lines = self.errors.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         code = self.process.returncode
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return "\n".join([f"{self.name} ended: {how}", *(f"  | {line}" for line in lines)])
+        if code is None:
+            how = "closed its output, and still runs"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return "\n".join([f"{self.name}: {how}", *(f"  | {line}" for line in lines)])
 
 
 class Children:
@@ -105,7 +108,7 @@ class Children:
                 yield event
                 continue
             child.ended = True
-            if self._wait(child, self._silence) != 0:
+            if self._wait(child, _GRACE_SECONDS) != 0:
                 raise DemoProcessError(self._failures(child))
 
     def close(self) -> None:

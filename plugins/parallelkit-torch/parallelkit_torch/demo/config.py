@@ -71,7 +71,7 @@ class Settings:
     steps: int = 300
     every: int = 50
     ranks: int = 2
-    batch: int = 12
+    batch: int = 10
     block: int = 128
     hidden: int = 128
     layers: int = 4

@@ -12,7 +12,7 @@ from parallelkit_torch.demo.config import PROMPT
 from parallelkit_torch.demo.model import CausalLM
 from parallelkit_torch.demo.text import Vocabulary
 
-_TEMPERATURE = 0.6
+_TEMPERATURE = 0.5
 
 
 @torch.no_grad()

@@ -5,11 +5,13 @@ It holds the same model with other weights, reads a ticket from standard input, 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import torch
 
 import parallelkit as pk
+from parallelkit.errors import PeerLostError
 from parallelkit_torch.demo.config import Settings
 from parallelkit_torch.demo.evaluate import digest, evaluate, generate
 from parallelkit_torch.demo.events import Followed, say
@@ -47,6 +49,8 @@ def main(argument: str) -> None:
                 )
             last = logits if number == updates else b""
             say(Followed(version, sample, digest(logits), last))
+        with contextlib.suppress(PeerLostError):  # stay until the trainer has left
+            subscriber.step(timeout=_PATIENCE_SECONDS)
 
 
 if __name__ == "__main__":

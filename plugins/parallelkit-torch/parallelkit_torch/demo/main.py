@@ -30,8 +30,7 @@ def run(spec: DemoSpec, settings: Settings | None = None) -> int:
 
     Args:
         spec: as the user asked.
-        settings: sizes other than the demo's own, for tests; `spec` decides what it has a field
-            for only where this is None.
+        settings: other sizes than the demo's own, for tests; of `spec` then only `output` counts.
 
     Returns:
         0 if the follower's logits equalled the trainer's bit for bit at every version and the

@@ -24,7 +24,7 @@ PAGE: Final = Template("""\
              font-weight: 600; margin: 0.75rem 0 0; }
   .good { background: #dcf5e7; color: #0b5d38; }
   .bad { background: #fde2e0; color: #8f1d14; }
-  .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 1rem; }
+  .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); gap: 1rem; }
   .tiles b { display: block; font-size: 1.3rem; font-weight: 650; white-space: nowrap; }
   .tiles span { color: #616e7c; font-size: 0.85rem; }
   .wide { overflow-x: auto; }

@@ -75,13 +75,12 @@ class Run:
                 self._updated[event.version] = event
             case Followed():
                 self._followed[event.version] = event
-        for number in self._updated.keys() & self._followed.keys():
-            version = Version(
-                updated=self._updated.pop(number), followed=self._followed.pop(number)
-            )
-            self.versions.append(version)
-            return version
-        return None
+        number = next(iter(self._updated.keys() & self._followed.keys()), None)
+        if number is None:
+            return None
+        version = Version(updated=self._updated.pop(number), followed=self._followed.pop(number))
+        self.versions.append(version)
+        return version
 
     @property
     def complete(self) -> bool:

@@ -20,6 +20,9 @@ _POINT: Final = "#d9480f"
 #: One colour a phase, in the order of the phases.
 _PHASES: Final = ("#94a3b8", "#2563eb", "#0d9488", "#7c3aed", "#d9480f", "#eab308", "#475569")
 
+#: Above this many versions their names would run into each other.
+_MOST_MARKS: Final = 25
+
 
 def write_report(run: Run, path: Path) -> None:
     """Write the report of a run to `path`."""
@@ -30,7 +33,7 @@ def render(run: Run) -> str:
     """Return the report as HTML text; everything that a process said is escaped."""
     settings = run.settings
     return PAGE.substitute(
-        verdict=html.escape(run.verdict),
+        verdict=html.escape(run.verdict[0].upper() + run.verdict[1:]),
         verdict_class="good" if run.equal else "bad",
         tiles="".join(_tile(name, value) for name, value in _facts(run)),
         loss=_div(loss_figure(run), "loss", with_library=True),
@@ -68,7 +71,7 @@ def loss_figure(run: Run) -> Any:
         figure.add_vline(
             x=version.step,
             line={"color": "#9aa5b1", "width": 1, "dash": "dot"},
-            annotation_text=f"v{version.number}",
+            annotation_text=f"v{version.number}" if len(run.versions) <= _MOST_MARKS else "",
             annotation_position="top",
             annotation_font={"size": 11, "color": "#64748b"},
         )
@@ -96,11 +99,18 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     figure.update_layout(
         template="none",
         height=380,
-        margin={"l": 64, "r": 16, "t": 28, "b": 84},
+        margin={"l": 64, "r": 16, "t": 28, "b": 96},
         font={"family": "system-ui, sans-serif", "size": 13, "color": _INK},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "y": -0.2, "x": 0, "yanchor": "top"},
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
         hoverlabel={"bgcolor": "white"},
     )
     figure.update_xaxes(title=x, gridcolor=_GRID, zeroline=False, showgrid=False)

@@ -64,7 +64,8 @@ class Corpus:
 
     Attributes:
         vocabulary: all characters that occur, and no other.
-        training, validation: token ids; validation is the last part of the text.
+        training, validation: token ids; validation is the last part of the text. Topics share
+            passages, so its loss shows progress and is no measure of generalisation.
     """
 
     vocabulary: Vocabulary
