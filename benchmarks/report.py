@@ -1,0 +1,138 @@
+"""Rewrite the tables of README.md from results/*.json.
+
+Each table stands between `<!-- table NAME -->` and `<!-- end NAME -->`. With `--check` nothing is
+written, and the exit code says whether a table is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import Row, show
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+RESULTS = HERE / "results"
+
+Result = dict[str, Any]
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("--check", action="store_true")
+    args = made.parse_args()
+    old = README.read_text()
+    new = rewrite(old, load())
+    if args.check:
+        return int(new != old)
+    README.write_text(new)
+    return 0
+
+
+def load() -> dict[str, Result]:
+    """All results, by the name of their file."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def rewrite(text: str, results: dict[str, Result]) -> str:
+    """Replace what stands between each pair of markers that has a result."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in results:
+            return match.group(0)
+        body = "\n\n".join([header(results[name]), *TABLES[name](results[name])])
+        return f"<!-- table {name} -->\n{body}\n<!-- end {name} -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end \1 -->", fill, text, flags=re.DOTALL)
+
+
+def header(result: Result) -> str:
+    """When, where, how, and how loaded."""
+    facts = result["machine"]
+    load = " and ".join(f"{facts[at][0]:.1f}" for at in ("load_before", "load_after"))
+    packages = ", ".join(f"{k} {v}" for k, v in facts["packages"].items() if k != "parallelkit")
+    return (
+        f"`{result['command']}`, {result['started'][:10]}, {facts['cpu']}, {facts['cores']} cores "
+        f"(load {load} before and after), Linux {facts['kernel']}, Python {facts['python']}, "
+        f"{packages}."
+    )
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """A table of the chosen columns."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(show(row.get(c)) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def goal_table(result: Result) -> str:
+    rows = [
+        {
+            "goal": goal["name"],
+            "target": ("≥ " if goal["at_least"] else "≤ ") + show(goal["target"]),
+            "measured": goal["measured"],
+            "met": goal["met"],
+        }
+        for goal in result["goals"]
+    ]
+    return markdown(("goal", "target", "measured", "met"), rows)
+
+
+def import_tables(result: Result) -> list[str]:
+    columns = ("module", "wall ms", "low ms", "high ms", "booked ms", "of torch", "samples")
+    return [markdown(columns, result["rows"]), goal_table(result)]
+
+
+def hooks_tables(result: Result) -> list[str]:
+    columns = ("way", "plugins", "µs", "low µs", "high µs", "of method")
+    training = result["parameters"]["training"]
+    counts = f"Hook calls while setting up: {training['setup']}; in the steps: {training['steps']}."
+    return [markdown(columns, result["rows"]), counts, goal_table(result)]
+
+
+def step_tables(result: Result) -> list[str]:
+    columns = ("mode", "arm", "ms a step", "low ms", "high ms", "ratio", "ratio low", "ratio high")
+    return [markdown(columns, result["rows"]), goal_table(result)]
+
+
+def shm_tables(result: Result) -> list[str]:
+    case = ("size", "kind", "tensors", "verify", "aliased", "update ms")
+    updates = (*case, "low ms", "high ms", "GB/s", "of memcpy", "times pickle")
+    phases = sorted({name for row in result["rows"] for name in row["phases ms"]}, key=_phase)
+    peers = [name for name in result["parameters"]["peers"][0] if name != "cores busy before"]
+    fits = ("verify", "aliased", "fixed ms", "overhead µs", "bandwidth GB/s", "worst error")
+    return [
+        markdown(updates, result["rows"]),
+        goal_table(result),
+        "The peers and limits of the same run:",
+        markdown(peers, result["parameters"]["peers"]),
+        "Seconds = fixed + tensors × overhead + bytes / bandwidth, fitted to each variant's rows:",
+        markdown(fits, result["parameters"]["fits"]),
+        "Phases, median milliseconds; (prepare) and (pause) are the follower's, by its own clock, "
+        "inside verify or digest and inside commit:",
+        markdown((*case, *phases), [row | row["phases ms"] for row in result["rows"]]),
+    ]
+
+
+def _phase(name: str) -> int:
+    order = ("begin", "stage", "ready", "digest", "verify", "commit", "(prepare)", "(pause)")
+    return order.index(name) if name in order else len(order)
+
+
+TABLES: dict[str, Callable[[Result], list[str]]] = {
+    "import": import_tables,
+    "hooks": hooks_tables,
+    "step": step_tables,
+    "shm": shm_tables,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Every benchmark runs in its quick form and writes a result that report.py understands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+KEYS = {
+    "benchmark",
+    "command",
+    "goals",
+    "machine",
+    "parameters",
+    "quick",
+    "rows",
+    "seconds",
+    "started",
+}
+ROWS = {
+    "import": {"module", "wall ms", "booked ms", "of torch", "samples"},
+    "hooks": {"way", "plugins", "µs", "of method"},
+    "step": {"mode", "arm", "ms a step", "ratio", "ratio low", "ratio high"},
+    "shm": {"size", "kind", "tensors", "nbytes", "verify", "aliased", "update ms", "of memcpy"}
+    | {"times pickle", "phases ms"},
+}
+
+
+def test_there_is_a_row_of_keys_for_each_benchmark():
+    assert {p.stem.removeprefix("bench_") for p in FOLDER.glob("bench_*.py")} == set(ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_quick_run(name: str, tmp_path: Path):
+    result = quick(name, tmp_path)
+    assert set(result) == KEYS
+    assert result["quick"]
+    assert result["benchmark"] == name
+    assert {"cpu", "cores", "kernel", "python", "packages"} <= set(result["machine"])
+    assert result["rows"]
+    for row in result["rows"]:
+        assert set(row) >= ROWS[name]
+    for goal in result["goals"]:
+        assert set(goal) == {"name", "target", "measured", "at_least", "met"}
+    if name in ("import", "hooks"):  # counts, not times: they hold on a loaded machine too
+        assert all(goal["met"] for goal in result["goals"])
+
+
+def test_the_tables_of_the_readme_are_those_of_the_results():
+    done = subprocess.run([sys.executable, FOLDER / "report.py", "--check"], timeout=60)
+    assert done.returncode == 0, "run python benchmarks/report.py"
+
+
+def quick(name: str, folder: Path) -> dict[str, Any]:
+    output = folder / f"{name}.json"
+    done = subprocess.run(
+        [sys.executable, FOLDER / f"bench_{name}.py", "--quick", "--output", output],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
