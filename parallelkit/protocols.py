@@ -158,6 +158,13 @@ class WeightSource(Protocol):
     def manifest(self) -> Manifest:
         """Names, dtypes, shapes and aliases, in a fixed order; no data is read."""
 
+    def begin(self) -> None:
+        """An update begins: look at the model again.
+
+        Raises:
+            ManifestError: the model has other names, dtypes, shapes or ties than its manifest.
+        """
+
     def host_bytes(self, index: int) -> memoryview:
         """Return tensor `index` (of the manifest's unique tensors) as contiguous row-major bytes.
 
@@ -191,6 +198,13 @@ class WeightSink(Protocol):
 
     def needs(self) -> Manifest:
         """Exactly what the target needs, with its own names and aliases."""
+
+    def check(self) -> None:
+        """Look at the target again; may be called in another thread than the user's.
+
+        Raises:
+            ManifestError: the target has other names, dtypes, shapes or ties than `needs` said.
+        """
 
     def begin(self) -> None:
         """Live memory is about to be written."""

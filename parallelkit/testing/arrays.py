@@ -70,6 +70,9 @@ class Arrays:
     def begin(self) -> None:
         """Nothing to prepare."""
 
+    def check(self) -> None:
+        """Nothing can change unseen."""
+
     def destination(self, index: int) -> memoryview | None:
         array = self.arrays[self._unique[index]]
         if not array.flags.c_contiguous:

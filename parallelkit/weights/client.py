@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from parallelkit.errors import PeerLostError, TicketError
+from parallelkit.errors import PeerLostError, StateError, TicketError
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import LAST_WORDS_SECONDS
 from parallelkit.weights.ticket import Ticket
@@ -18,6 +18,8 @@ _FAILED_HANDSHAKE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+#: How long it may take until a waiting call notices `stopped`.
+_SLICE_SECONDS = 0.2
 _NO_RECONNECT_MS = 24 * 3600 * 1000
 
 
@@ -40,6 +42,7 @@ class ControlClient:
         self._dealer.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * min(5.0, timeout / 4)))
         self._dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * timeout))
         self._monitor = self._dealer.get_monitor_socket()
+        self.stopped = False
         self._greeted = False
         self._gone: Exception | None = None
         try:
@@ -84,13 +87,15 @@ class ControlClient:
                 raise self._gone
             if self._watch():
                 continue
+            if self.stopped:
+                raise StateError("close() while this call was waiting")
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             poller = zmq.Poller()
             poller.register(self._dealer, zmq.POLLIN)
             poller.register(self._monitor, zmq.POLLIN)
-            poller.poll(int(1000 * min(left, 1.0)) + 1)
+            poller.poll(int(1000 * min(left, _SLICE_SECONDS)) + 1)
 
     def close(self) -> None:
         """Close the sockets; what was sent still leaves, for a second at most."""

@@ -9,6 +9,7 @@ A lost connection is a lost peer: there is no silent reconnect.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -20,12 +21,15 @@ import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from parallelkit.errors import ProtocolError, TicketError, TransportError
+from parallelkit.errors import ProtocolError, StateError, TicketError, TransportError
 from parallelkit.weights import messages as m
 from parallelkit.weights.endpoint import parse_endpoint
 
 #: How long the last message of a connection may take to be read.
 LAST_WORDS_SECONDS = 0.2
+
+
+log = logging.getLogger("parallelkit")
 
 
 @attrs.frozen
@@ -43,16 +47,23 @@ class Lost:
     route: bytes
 
 
+@attrs.frozen
+class Stop:
+    """The publisher is to close, said from a signal handler or another thread."""
+
+    route: bytes = b""
+
+
 class Inbox:
     """Messages and losses that concern the update under way, for the thread in `update()`."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Received | Lost] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Received | Lost | Stop] = queue.SimpleQueue()
 
-    def put(self, item: Received | Lost) -> None:
+    def put(self, item: Received | Lost | Stop) -> None:
         self._queue.put(item)
 
-    def get(self, deadline: float) -> Received | Lost | None:
+    def get(self, deadline: float) -> Received | Lost | Stop | None:
         """Wait for the next item until `deadline` (monotonic seconds); None when it passed."""
         left = deadline - time.monotonic()
         try:
@@ -81,6 +92,11 @@ class Desk:
     def lost(self, route: bytes) -> None:
         """A connection ended."""
         raise NotImplementedError
+
+
+def encoded(answers: list[tuple[bytes, Any]]) -> list[tuple[bytes, bytes]]:
+    """Wire form of a desk's answers."""
+    return [(route, m.encode(message)) for route, message in answers]
 
 
 class ControlServer:
@@ -121,11 +137,13 @@ class ControlServer:
                 "publish_weights(endpoint='address:port') an address of this host and a free port"
             ) from error
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._outbox: deque[tuple[bytes, Any]] = deque()
+        self._outbox: deque[tuple[bytes, bytes]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_out.setblocking(False)
         self._closing = False
+        self._failure: Exception | None = None
         self._routes: dict[int, bytes] = {}
+        self._ended: list[bytes] = []
         self._desk: Desk | None = None
         self._thread = threading.Thread(target=self._run, name="parallelkit-control", daemon=True)
 
@@ -136,8 +154,16 @@ class ControlServer:
 
     def send(self, route: bytes, message: Any) -> None:
         """Queue a message; from any thread, does not block. Sent at once, or the peer is lost."""
-        self._outbox.append((route, message))
+        self._outbox.append((route, m.encode(message)))
         self._wake()
+
+    def check(self) -> None:
+        """Raise `StateError` if the thread has ended, whatever ended it."""
+        if self._failure is not None:
+            raise StateError(
+                f"the control channel has failed ({self._failure!r}): close this publisher and "
+                "publish again"
+            )
 
     def close(self) -> None:
         """Send what is queued, end the thread, close the sockets."""
@@ -173,6 +199,9 @@ class ControlServer:
                     self._flush()  # what was queued before close(), since the flush above
                     self._linger(poller)
                     return
+        except Exception as error:
+            self._failure = error
+            log.exception("the control channel of a publisher has failed")
         finally:
             self._free(1000)
 
@@ -194,7 +223,7 @@ class ControlServer:
         while self._outbox:
             route, message = self._outbox.popleft()
             try:
-                self._router.send_multipart([route, m.encode(message)], zmq.DONTWAIT)
+                self._router.send_multipart([route, message], zmq.DONTWAIT)
             except zmq.ZMQError:  # unreachable, or a thousand messages behind
                 self._lose(route)
 
@@ -205,9 +234,10 @@ class ControlServer:
                 frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            # A descriptor number is used again after a disconnect: handle that event first.
-            self._watch()
             route = bytes(frames[0].buffer)
+            if route not in self._routes.values():
+                # A descriptor number may be used again: take note of its former end first.
+                self._note_ends()
             self._routes[frames[-1].get(zmq.SRCFD)] = route
             try:
                 if len(frames) != 2:
@@ -215,21 +245,32 @@ class ControlServer:
                 if len(frames[1]) > m.MAX_HELLO and not self._desk.known(route):
                     raise ProtocolError(f"a first message of {len(frames[1])} bytes")
                 message = m.decode_at_publisher(bytes(frames[1].buffer))
-                answers = self._desk.receive(route, message)
+                answers = encoded(self._desk.receive(route, message))
             except (ProtocolError, TicketError) as error:
-                answers = [(route, m.Refused(error=type(error).__name__, message=str(error)))]
+                refusal = m.Refused(error=type(error).__name__, message=m.clip(str(error)))
+                answers = encoded([(route, refusal)])
             except Exception as error:  # a plugin's transport; this thread serves the others, too
                 text = f"the publisher failed: {type(error).__name__}: {error}"
-                answers = [(route, m.Refused(error="TransportError", message=text[:2000]))]
+                refusal = m.Refused(error="TransportError", message=m.clip(text))
+                answers = encoded([(route, refusal)])
             self._outbox.extend(answers)
             self._flush()
 
     def _watch(self) -> None:
+        """Act on connections that have ended, after their last messages."""
+        self._note_ends()
+        if self._ended:
+            self._receive()
+            ended, self._ended = self._ended, []
+            for route in ended:
+                self._lose(route)
+
+    def _note_ends(self) -> None:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             route = self._routes.pop(event["value"], None)
             if route is not None:
-                self._lose(route)
+                self._ended.append(route)
 
     def _lose(self, route: bytes) -> None:
         for fd in [fd for fd, known in self._routes.items() if known == route]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -23,7 +22,7 @@ from parallelkit.protocols import PublisherTransport, WeightSource
 from parallelkit.specs import HostIdentity, TransportCandidate, TransportRequest, TransportSpec
 from parallelkit.weights import messages as m
 from parallelkit.weights.blocks import Digests, Workers, as_bytes, hash_arena, stage, wanted_blocks
-from parallelkit.weights.control import ControlServer
+from parallelkit.weights.control import ControlServer, Stop
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.members import Member, Members
 from parallelkit.weights.plan import TransferPlan
@@ -34,6 +33,8 @@ from parallelkit.weights.update import Update
 #: After this many committed versions in a row without a changed byte, the report warns.
 UNCHANGED_ALARM: Final = 3
 TICKET_SECONDS: Final = 300.0
+#: The wire carries versions below this.
+MAX_VERSION: Final = 2**62
 
 _VERIFIED: Final = {
     "digest": "verified: every byte, at the source and as received",
@@ -105,7 +106,9 @@ class Coordinator:
     def update(self, version: int) -> TransferReport:
         """Bring every member of a complete group to `version`. Blocks, see `WeightPublisher`."""
         started = time.time()
+        self.server.check()
         self._dismiss_broken_groups()
+        self._source.begin()
         if self.settings.aliased:
             self._check_adopted()
         update = Update(
@@ -124,20 +127,25 @@ class Coordinator:
             self._transport.bump()
             update.abort(str(error) or type(error).__name__)
             raise
-        members = update.commit(lambda message: self._check_readback(message, digests))
+        self.version = version  # decided: from here on the number is used, whatever happens
+        members: list[MemberReport] | None = None
+        try:
+            members = update.commit(lambda message: self._check_readback(message, digests))
+        finally:
+            if members is None or any(r.state in ("quarantined", "lost") for r in members):
+                self._transport.bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")
         update.lap("commit")
-        self.version = version
-        if any(report.state in ("quarantined", "lost") for report in members):
-            self._transport.bump()  # whoever wakes late must not use this arena any more
         return self._report(update, started, members, digests)
 
     def new_ticket(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
         """Issue a ticket; returns its string and number."""
+        self.server.check()
         return self.office.issue(members, expires, name)
 
     def wait(self, members: int, timeout: float) -> None:
         """Wait until at least `members` member ranks of complete groups are present."""
+        self.server.check()
         deadline = time.monotonic() + timeout
         with self.members.changed:
             while len(self.members.ready_for_update()) < members:
@@ -146,11 +154,17 @@ class Coordinator:
                     break
         present = self.members.ready_for_update()
         if len(present) < members:
+            absent = "; ".join(self.members.absent())
             raise UpdateTimeoutError(
                 f"{len(present)} of {members} members joined within {timeout:g} s: "
-                f"{', '.join(x.name for x in present) or 'none'}; a subscriber joins with "
-                "pk.subscribe_weights(model, ticket)"
+                f"{', '.join(x.name for x in present) or 'none'}"
+                + (f" ({absent})" if absent else "")
+                + "; a subscriber joins with pk.subscribe_weights(model, ticket)"
             )
+
+    def stop(self) -> None:
+        """Make an update that is waiting end, so that `close` can follow."""
+        self.members.inbox.put(Stop())
 
     def close(self, reason: str) -> None:
         """Tell every member, close the channel, drop the arena; harmless when repeated."""
@@ -206,13 +220,9 @@ class Coordinator:
         ratio, notes = self._changes(digests, bool(members)), []
         if not members:
             notes.append("no member of a complete group was there; nothing was sent")
-        if self._unchanged >= UNCHANGED_ALARM:
-            text = (
-                f"{self._unchanged} versions in a row have not one changed byte: is the model that "
-                "is published the one that is trained?"
-            )
-            notes.append(text)
-            warnings.warn(text, WeightsUnchangedWarning, stacklevel=5)
+        notes += self.members.absent(new=True)
+        if self.unchanged_alarm():
+            notes.append(self.unchanged_alarm())
         if any(report.state == "staged" for report in members):
             notes.append("staged members go live at their next step() or use()")
         report = TransferReport(
@@ -239,6 +249,15 @@ class Coordinator:
                 report=report,
             )
         return report
+
+    def unchanged_alarm(self) -> str:
+        """What to warn of when nothing changes for too long, or ""."""
+        if self._unchanged < UNCHANGED_ALARM:
+            return ""
+        return (
+            f"{self._unchanged} versions in a row have not one changed byte: is the model that is "
+            "published the one that is trained?"
+        )
 
     def _changes(self, digests: Digests, sent: bool) -> float | None:
         """Share of bytes in changed blocks; keeps this version's digests for the next."""
@@ -326,9 +345,9 @@ def next_version(current: int, asked: int | None) -> int:
     Raises:
         VersionError: `asked` is not an integer above `current`.
     """
-    if asked is None:
+    if asked is None and current + 1 < MAX_VERSION:
         return current + 1
-    if isinstance(asked, bool) or not isinstance(asked, int) or not current < asked < 2**62:
+    if isinstance(asked, bool) or not isinstance(asked, int) or not current < asked < MAX_VERSION:
         raise VersionError(
             f"version is {asked!r}; the last committed version is {current} and versions only move "
             "forward"

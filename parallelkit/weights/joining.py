@@ -77,7 +77,7 @@ def subscribe_weights(
             check_exact(plan.manifest, needs)
             transport = _connect(welcome, plan)
         except (ParallelKitError, OSError) as error:
-            client.send(m.Refused(error=type(error).__name__, message=str(error)[:60000]))
+            client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
         client.send(m.Opened(session=welcome.session, plan_digest=plan.digest))
         _expect(client, m.Joined, deadline, timeout)

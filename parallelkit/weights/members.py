@@ -88,6 +88,7 @@ class Members(Desk):
         self._version = version
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
+        self._told: set[Member] = set()
 
     def everyone(self) -> list[Member]:
         """All members that ever joined, by time of joining."""
@@ -106,6 +107,31 @@ class Members(Desk):
                 for group in present.values()
                 if len(group) == group[0].ticket.members
                 for member in group
+            ]
+
+    def absent(self, *, new: bool = False) -> list[str]:
+        """One line for each member that is gone or was refused, and each incomplete group.
+
+        Args:
+            new: only who is gone since the last call that asked for the new ones.
+        """
+        with self.changed:
+            gone = [
+                x
+                for x in self._all
+                if x.state in ("lost", "left", "refused") and not (new and x in self._told)
+            ]
+            if new:
+                self._told.update(gone)
+            lines = [f"{x.name}: {x.state}, {x.reason.splitlines()[0][:200]}" for x in gone]
+            present: dict[IssuedTicket, int] = {}
+            for x in self._all:
+                if x.present:
+                    present[x.ticket] = present.get(x.ticket, 0) + 1
+            return lines + [
+                f"{ticket.label}: waits for {ticket.members - count} more of {ticket.members}"
+                for ticket, count in present.items()
+                if count < ticket.members
             ]
 
     def groupmates(self, member: Member) -> list[Member]:
@@ -139,6 +165,8 @@ class Members(Desk):
                 raise ProtocolError("no hello came first on this connection")
             if isinstance(message, m.Refused):
                 member.state, member.reason = "refused", message.message
+                member.ticket.joined.discard(member.member)  # it may try again
+                self.changed.notify_all()
                 return []
             if not secrets.compare_digest(message.session, member.session):
                 raise ProtocolError("a message with another member's session key")
@@ -167,6 +195,9 @@ class Members(Desk):
             if member.present:
                 member.state, member.reason = "lost", "its connection ended"
                 self.inbox.put(Lost(route))
+            elif member.state == "opening":
+                member.state, member.reason = "refused", "it went away while joining"
+                member.ticket.joined.discard(member.member)
             self.changed.notify_all()
 
     def _welcome(self, route: bytes, hello: m.Hello) -> Answers:

@@ -207,6 +207,11 @@ def decode_at_subscriber(frame: bytes) -> ToSubscriber:
     return message
 
 
+def clip(text: str, limit: int = 2000) -> str:
+    """`text` as the wire can carry it: shortened, and without lone surrogates."""
+    return text[:limit].encode("utf-8", "replace").decode()
+
+
 def error_of(message: Refused) -> WeightTransferError:
     """The error to raise for a refusal from the other side."""
     kinds: tuple[type[WeightTransferError], ...] = (

@@ -39,6 +39,10 @@ class Placement:
         """What the user works with."""
         return self._sink.module
 
+    def check(self) -> None:
+        """Raise if the target is not what it was when it joined; nothing is written."""
+        self._sink.check()
+
     def allocate_staging(self) -> None:
         """Make room for two versions of our own, for `serve`."""
         if self._spare is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -21,7 +23,13 @@ from parallelkit.errors import (
     WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, WeightSource
-from parallelkit.weights.coordinator import TICKET_SECONDS, Coordinator, Settings, next_version
+from parallelkit.weights.coordinator import (
+    TICKET_SECONDS,
+    Coordinator,
+    Settings,
+    WeightsUnchangedWarning,
+    next_version,
+)
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.members import Member
 from parallelkit.weights.plan import TransferPlan, plan_transfer
@@ -123,6 +131,7 @@ class WeightPublisher:
         self._pid = os.getpid()
         self._tickets: list[tuple[str, int]] = []
         self._coordinator: Coordinator | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._agree_on_manifest()
         self._collectively(lambda: self._open(source, plan), settings.timeout)
 
@@ -207,14 +216,25 @@ class WeightPublisher:
         self._check_open("update")
         if self._busy:
             raise StateError("update() inside update(): one update at a time")
-        number = next_version(self._version, version)
         self._busy = True
         try:
             if self._group is not None:
                 self._group.barrier(timeout=self._settings.timeout)
-            return self._collectively(lambda: self._update(number), 2 * self._settings.timeout)
+            report = self._collectively(lambda: self._update(version), 2 * self._settings.timeout)
         finally:
             self._busy = False
+            if self._closed:
+                self._release("the publisher closed")
+        if version is not None and version != report.version:
+            raise RankMismatchError(
+                f"rank {self._rank} asked for version {version}, rank 0 for {report.version}, "
+                "which was committed: give the same version on every rank"
+            )
+        if self._coordinator is not None and self._coordinator.unchanged_alarm():
+            warnings.warn(
+                self._coordinator.unchanged_alarm(), WeightsUnchangedWarning, stacklevel=2
+            )
+        return report
 
     def attach(self, engine: Any, **options: Any) -> None:
         """Let an inference engine follow: an `LLM`, an `AsyncLLM` or a base URL.
@@ -264,12 +284,26 @@ class WeightPublisher:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Tell every member and free everything. Not collective; harmless when repeated."""
+        """Tell every member and free everything. Not collective; harmless when repeated.
+
+        From a signal handler or another thread during `update()`, that call ends first. A
+        publisher that is dropped, or open at exit, closes by itself.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._coordinator is not None and self._pid == os.getpid():
-            self._coordinator.close("the publisher closed")
+        if self._coordinator is None or self._pid != os.getpid():
+            return
+        if self._busy:  # in a signal handler or another thread: that update ends, and releases
+            self._coordinator.stop()
+        else:
+            self._release("the publisher closed")
+
+    def _release(self, reason: str) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if self._coordinator is not None:
+            self._coordinator.close(reason)
 
     def __enter__(self) -> WeightPublisher:
         return self
@@ -279,11 +313,12 @@ class WeightPublisher:
 
     def _open(self, source: WeightSource, plan: TransferPlan) -> None:
         self._coordinator = Coordinator(source, plan, self._settings)
+        self._finalizer = weakref.finalize(self, _abandon, self._coordinator, self._pid)
 
-    def _update(self, number: int) -> TransferReport:
+    def _update(self, asked: int | None) -> TransferReport:
         assert self._coordinator is not None
         try:
-            return self._coordinator.update(number)
+            return self._coordinator.update(next_version(self._version, asked))
         finally:
             self._version = self._coordinator.version
 
@@ -314,30 +349,29 @@ class WeightPublisher:
             try:
                 result = work()
             except Exception as error:
-                self._group.broadcast_object(_pack_error(error))
+                self._group.broadcast_object(_pack_error(error) | {"version": self._version})
                 raise
-            self._group.broadcast_object(
-                {"report": result.to_dict() if isinstance(result, TransferReport) else None}
-            )
+            packed = result.to_dict() if isinstance(result, TransferReport) else None
+            self._group.broadcast_object({"report": packed, "version": self._version})
             return result
         limit = seconds + _GRACE_SECONDS
         try:
             outcome = self._group.broadcast_object(None, timeout=limit)
         except CollectiveError as error:
             raise PeerLostError(f"publisher rank 0 is gone: {error}", peers=["rank 0"]) from error
-        assert isinstance(outcome, dict)
+        if not isinstance(outcome, dict) or "version" not in outcome:
+            raise RankMismatchError(
+                "the ranks are out of step: rank 0 is in another call than this rank. Every rank "
+                "makes the same calls of publish_weights, wait and update, in the same order"
+            )
+        version = outcome["version"]
+        self._version = version if isinstance(version, int) else self._version
         if "error" in outcome:
-            failure = _unpack_error(outcome)
-            if isinstance(failure, PartialCommitError):
-                report = failure.report
-                self._version = report.version if isinstance(report, TransferReport) else 0
-            raise failure
-        packed = outcome["report"]
-        if not isinstance(packed, dict):
+            raise _unpack_error(outcome)
+        told = outcome["report"]
+        if not isinstance(told, dict):
             return None  # type: ignore[return-value]
-        rebuilt = report_from_dict(packed)
-        self._version = rebuilt.version
-        return rebuilt  # type: ignore[return-value]
+        return report_from_dict(told)  # type: ignore[return-value]
 
     def _here(self, what: str) -> Coordinator:
         self._check_open(what)
@@ -367,6 +401,11 @@ def _current_group() -> ProcessGroup | None:
         return groups.current_group()
     except NotInitializedError:
         return None
+
+
+def _abandon(coordinator: Coordinator, pid: int) -> None:
+    if pid == os.getpid():
+        coordinator.close("the publisher was dropped, or its process ended")
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -74,6 +75,7 @@ class WeightSubscriber:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._using = 0
+        self._stepping = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # Guards what the thread staged; never held while live memory is used.
@@ -120,6 +122,13 @@ class WeightSubscriber:
         deadline = time.monotonic() + seconds
         if self._thread is not None:
             return self._step_staged(deadline, seconds)
+        self._stepping = True
+        try:
+            return self._step(deadline, seconds)
+        finally:
+            self._end_step()
+
+    def _step(self, deadline: float, seconds: float) -> int:
         begin = self._await_begin(deadline)
         if begin is None:
             if seconds == 0:
@@ -133,12 +142,17 @@ class WeightSubscriber:
             self._take_part(begin, staged=False)
         return self._version
 
+    def _end_step(self) -> None:
+        self._stepping = False
+        if self._closed:
+            self._release()
+
     def serve(self) -> None:
         """Take part in every update from a thread, into memory of our own.
 
         The live weights change only in `step()` or on entering `use()`, in the caller's thread, so
         this thread touches no framework. Costs twice the bytes of the model in memory. Errors of
-        the thread are raised by the next `step` or `use`.
+        the thread are raised by the next `step`; the loss of the publisher by each.
         """
         self._check("serve")
         if self._thread is None:
@@ -147,6 +161,7 @@ class WeightSubscriber:
                 target=self._serve, name="parallelkit-subscriber", daemon=True
             )
             self._thread.start()
+            atexit.register(self.close)  # the thread must not outlive the interpreter
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Any]:
@@ -172,12 +187,18 @@ class WeightSubscriber:
                 self._using -= 1
 
     def close(self) -> None:
-        """Leave. The target keeps its weights. Harmless when repeated."""
+        """Leave. The target keeps its weights. Harmless when repeated.
+
+        From a signal handler or another thread during `step()`, that call ends first.
+        """
         if self._closed:
             return
-        self._closed = True
-        if self._pid != os.getpid():
-            return
+        self._closed = self._client.stopped = True
+        atexit.unregister(self.close)
+        if self._pid == os.getpid() and not self._stepping:  # else the step ends, and releases
+            self._release()
+
+    def _release(self) -> None:
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
         with contextlib.suppress(ParallelKitError):
@@ -210,7 +231,13 @@ class WeightSubscriber:
         """From `Begin` to the end of one update."""
         phase = "begin"
         try:
+            if update.version <= max(self._version, self._placement.staged_version):
+                raise ProtocolError(
+                    f"the publisher began version {update.version}, and version "
+                    f"{max(self._version, self._placement.staged_version)} is here already"
+                )
             self._phase("begin")
+            self._placement.check()
             self._client.send(self._answer(m.Ready, update))
             self._await(update, m.Transfer, "transfer")
             phase = "transfer"
@@ -221,37 +248,42 @@ class WeightSubscriber:
             self._check_epoch(update)
             self._phase("transfer")
             seconds = time.monotonic() - started
-            self._client.send(self._answer(m.Prepared, update, digests=digests, seconds=seconds))
         except (UpdateAbortedError, PeerLostError):
             raise
         except BaseException as error:
             self._tell_failed(update, phase, error)
             raise
-        self._phase("prepared")
-        self._await_decision(update)
-        self._phase("commit")
+        # From here on the publisher may decide: whatever ends this early, the outcome is in doubt.
+        decided = False
         try:
+            self._client.send(self._answer(m.Prepared, update, digests=digests, seconds=seconds))
+            self._phase("prepared")
+            self._await(update, m.Commit, "decision")
+            decided = True
+            self._phase("commit")
             ack = self._place(update, staged=staged)
+        except UpdateAbortedError:
+            raise
         except BaseException as error:
-            reason = f"placing version {update.version} failed: {type(error).__name__}: {error}"
-            self._doubt = reason
-            self._tell_failed(update, "commit", error)
-            raise QuarantinedError(reason) from error
+            self._quarantine(update, error, decided=decided)
+            raise
         self._phase("committed")
         with contextlib.suppress(PeerLostError):  # it is in place whether or not anyone hears
             self._client.send(ack)
 
-    def _await_decision(self, update: _Round) -> None:
-        try:
-            self._await(update, m.Commit, "decision")
-        except (PeerLostError, UpdateTimeoutError) as error:
-            self._doubt = (
-                f"prepared for version {update.version}, then the publisher went away before the "
-                "decision was known"
-            )
-            self._tell_failed(update, "decision", error)
-            error.add_note(f"this subscriber is quarantined: {self._doubt}")
-            raise
+    def _quarantine(self, update: _Round, error: BaseException, *, decided: bool) -> None:
+        """Serve nothing until the next commit, and say so; raises for errors of placing."""
+        text = f"{type(error).__name__}: {error}"
+        self._doubt = (
+            f"placing version {update.version} failed: {text}"
+            if decided
+            else f"prepared for version {update.version}, and then: {text}; the publisher went "
+            "away, or this process stopped waiting, before the decision was known"
+        )
+        self._tell_failed(update, "commit" if decided else "decision", error)
+        if decided and isinstance(error, Exception):
+            raise QuarantinedError(self._doubt) from error
+        error.add_note(f"this subscriber is quarantined: {self._doubt}")
 
     def _place(self, update: _Round, *, staged: bool) -> m.Committed:
         """Put the fetched bytes in place (or keep them); returns the acknowledgement to send."""
@@ -296,7 +328,9 @@ class WeightSubscriber:
         with self._staged:
             while self._placement.staged_version <= self._version:
                 if self._error is not None:
-                    error, self._error = self._error, None
+                    error = self._error
+                    if not isinstance(error, PeerLostError):  # that one is for good
+                        self._error = None
                     raise error
                 if seconds == 0:
                     return self._version
@@ -358,7 +392,7 @@ class WeightSubscriber:
 
     def _tell_failed(self, update: _Round, phase: str, error: BaseException) -> None:
         with contextlib.suppress(ParallelKitError):
-            name, text = type(error).__name__, str(error)[:2000]
+            name, text = type(error).__name__, m.clip(str(error))
             failed = self._answer(m.Failed, update, phase=phase, error=name, message=text)
             self._client.send(failed)
 

@@ -121,6 +121,10 @@ class TicketOffice:
         a_number = isinstance(expires, int | float) and not isinstance(expires, bool)
         if expires is not None and not (a_number and expires > 0):
             raise TicketError(f"expires is {expires!r}; give seconds above 0, or None for never")
+        if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
+            raise TicketError(f"name is {name!r:.80}; it is a string of 1 to 200 characters")
+        if name is not None and not name.isprintable():
+            raise TicketError(f"name is {name!r:.80}; it has characters that cannot be printed")
         token = secrets.token_bytes(32)
         with self._lock:
             number = len(self._issued) + 1

@@ -19,13 +19,14 @@ import numpy as np
 from parallelkit.errors import (
     CorruptionError,
     PeerLostError,
+    StateError,
     UpdateAbortedError,
     UpdateTimeoutError,
     WeightTransferError,
 )
 from parallelkit.weights import messages as m
 from parallelkit.weights.blocks import Digests
-from parallelkit.weights.control import ControlServer, Lost
+from parallelkit.weights.control import ControlServer, Lost, Stop
 from parallelkit.weights.members import Member, Members
 from parallelkit.weights.plan import TransferPlan
 from parallelkit.weights.report import MemberReport
@@ -111,7 +112,7 @@ class Update:
 
     def abort(self, reason: str) -> None:
         """Tell every member that is there to keep what it has."""
-        self._tell(m.Abort(version=self.version, epoch=self.epoch, reason=reason[:1000]))
+        self._tell(m.Abort(version=self.version, epoch=self.epoch, reason=m.clip(reason, 1000)))
 
     def commit(self, check_readback: Callable[[m.Committed], str]) -> list[MemberReport]:
         """Tell every member the decision and wait; never raises for what a member does.
@@ -144,20 +145,25 @@ class Update:
             )
 
         while waiting:
-            item = self.table.inbox.get(deadline)
+            try:
+                item = self.table.inbox.get(deadline)
+            except BaseException:  # interrupted: who has not answered is in doubt
+                for silent in list(waiting.values()):
+                    settle(silent, "quarantined", "the publisher was interrupted", None)
+                raise
             if item is None:
                 break
-            member = waiting.get(item.route)
-            if member is None:
+            sender = waiting.get(item.route)
+            if sender is None or isinstance(item, Stop):
                 continue
             if isinstance(item, Lost):
-                settle(member, "lost", "its connection ended during commit", None)
+                settle(sender, "lost", "its connection ended during commit", None)
             elif isinstance(item.message, m.Committed) and self._mine(item.message):
                 wrong = check_readback(item.message)
                 state = "staged" if item.message.staged else "committed"
-                settle(member, "quarantined" if wrong else state, wrong, item.message)
+                settle(sender, "quarantined" if wrong else state, wrong, item.message)
             elif isinstance(item.message, m.Failed) and self._mine(item.message):
-                settle(member, "quarantined", f"{item.message.error}: {item.message.message}", None)
+                settle(sender, "quarantined", f"{item.message.error}: {item.message.message}", None)
         for member in list(waiting.values()):
             settle(member, "quarantined", f"no acknowledgement within {self.timeout:g} s", None)
         return [reports[member.route] for member in self.members]
@@ -185,6 +191,8 @@ class Update:
                 )
                 failures = dict.fromkeys(names, f"did not {duty} within {self.timeout:g} s")
                 raise self._aborted(phase, failures, cause)
+            if isinstance(item, Stop):
+                raise StateError("close() while update() was running")
             sender = next((x for x in self.members if x.route == item.route), None)
             if sender is None:
                 continue
