@@ -716,3 +716,184 @@ def test_what_the_state_does_not_allow_is_refused(bench):
             call()
     assert publisher.version == 1
     assert "version 1" in publisher.explain()
+
+
+def test_an_interrupt_after_the_decision_uses_the_number_up(bench, monkeypatch):
+    publisher = bench.publish()
+    follower = bench.follow(model=Slow(sample_model().arrays))
+    real = publisher._coordinator.members.inbox.get
+
+    def interrupted(deadline):
+        if publisher._coordinator.version:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return real(deadline)
+
+    monkeypatch.setattr(publisher._coordinator.members.inbox, "get", interrupted)
+    follower.step()
+    with pytest.raises(KeyboardInterrupt):
+        publisher.update()
+    follower.done()
+    assert publisher.version == 1
+    assert publisher.members[0].state == "quarantined"
+    fill(bench.source, 2.0)
+    assert bench.update().version == 2
+    assert values(follower.model) == {2.0}
+
+
+@pytest.mark.parametrize("phase", ["prepared", "commit"])
+@pytest.mark.parametrize("serve", [False, True])
+def test_an_interrupt_at_a_prepared_subscriber_is_quarantine_on_both_sides(bench, phase, serve):
+    publisher = bench.publish()
+    follower = bench.follow()
+    bench.update()
+
+    def interrupt(name):
+        if name == phase:
+            follower.subscriber._phase = lambda name: None
+            raise KeyboardInterrupt
+
+    follower.subscriber._phase = interrupt
+    fill(bench.source, 2.0)
+    if serve:
+        follower.subscriber.serve()
+    with pytest.raises(PartialCommitError, match="KeyboardInterrupt"):
+        publisher.update() if serve else bench.update()
+    assert serve or isinstance(follower.error, KeyboardInterrupt)
+    assert follower.subscriber.state == publisher.members[0].state == "quarantined"
+    with pytest.raises(QuarantinedError):
+        with follower.subscriber.use():
+            pass
+    publisher.update() if serve else bench.update()
+    with follower.subscriber.use():
+        assert values(follower.model) == {2.0}
+    assert follower.subscriber.version == 3
+
+
+def test_who_is_lost_between_updates_is_named_in_the_next_report(bench):
+    publisher = bench.publish()
+    stays, leaves = bench.follow(), bench.follow()
+    bench.update()
+    leaves.subscriber.close()
+    deadline = time.monotonic() + 5
+    while publisher.members[1].state != "left" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    half = publisher.new_ticket(members=2, name="engine")
+    bench.follow(half, member=0)
+    text = str(bench.update(stays))
+    assert f"{leaves.subscriber.name}: left" in text
+    assert "engine: waits for 1 more of 2" in text
+    assert leaves.subscriber.name not in str(bench.update(stays)), "said once"
+
+
+def test_a_refused_member_is_named_by_wait_and_may_try_again(bench):
+    publisher = bench.publish()
+    ticket = publisher.new_ticket(name="engine")
+    with pytest.raises(ManifestMismatchError):
+        subscribe_weights(Arrays({"x": np.zeros(3)}), ticket, timeout=5.0)
+    with pytest.raises(UpdateTimeoutError, match=r"engine.0 .*refused.*not what the target needs"):
+        publisher.wait(timeout=0.5)
+    bench.follow(ticket)
+    publisher.wait()
+
+
+def test_the_loss_of_the_publisher_is_told_each_time_while_serving(bench):
+    publisher = bench.publish()
+    follower = bench.follow()
+    follower.subscriber.serve()
+    publisher.update()
+    follower.subscriber.step(5.0)
+    publisher.close()
+    for _ in range(3):
+        with pytest.raises(PeerLostError):
+            follower.subscriber.step(5.0)
+
+
+def test_a_failed_control_thread_is_an_error_not_an_empty_report(bench, monkeypatch):
+    publisher = bench.publish()
+    server = publisher._coordinator.server
+    monkeypatch.setattr(server, "_flush", lambda: 1 / 0)
+    server._wake()
+    server._thread.join(5.0)
+    for call in (publisher.update, publisher.wait, publisher.new_ticket):
+        with pytest.raises(StateError, match="control channel has failed"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["", "a" * 201, "a\ud800", "two\nlines", 5])
+def test_group_names_can_be_carried_and_printed(bench, name):
+    with pytest.raises(TicketError, match="name is"):
+        bench.publish().new_ticket(name=name)
+
+
+def test_closing_in_the_middle_of_a_call_ends_the_call(bench, spy):
+    publisher = bench.publish(timeout=20.0)
+    follower, idle = bench.follow(), bench.follow()
+    follower.step(timeout=20.0)
+    spy(publisher, "stage", publisher.close)
+    started = time.monotonic()
+    with pytest.raises(StateError, match="while update"):
+        publisher.update()
+    assert isinstance(follower.done(), UpdateAbortedError | PeerLostError)
+    with pytest.raises(StateError, match="after close"):
+        publisher.update()
+    other = bench.publish()
+    waiting = bench.follow(other.new_ticket())
+    waiting.step(timeout=20.0)
+    time.sleep(0.1)
+    waiting.subscriber.close()
+    assert isinstance(waiting.done(), StateError)
+    assert idle.subscriber.version == 0
+    assert time.monotonic() - started < 8.0
+
+
+def test_a_follower_may_close_right_after_its_step(bench, monkeypatch):
+    """The end of a connection is acted on after its last message, however late both are read."""
+    publisher = bench.publish()
+    server = publisher._coordinator.server
+    receive = server._receive
+
+    def late():
+        time.sleep(0.05)
+        receive()
+
+    monkeypatch.setattr(server, "_receive", late)
+    for value in range(5):
+        fill(bench.source, value)
+        follower = bench.follow()
+
+        def step(follower=follower):
+            follower.subscriber.step(10.0)
+            follower.subscriber.close()
+
+        import threading
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        report = publisher.update()
+        thread.join()
+        assert [m.state for m in report.members] == ["committed"]
+        bench.followers.clear()
+
+
+def test_a_dropped_publisher_closes(bench):
+    import gc
+    import threading
+
+    before = threading.active_count()
+    publisher = publish_weights(sample_model(), timeout=5.0)
+    subscriber = subscribe_weights(sample_model(), publisher.ticket, timeout=5.0)
+    del publisher
+    gc.collect()
+    with subscriber, pytest.raises(PeerLostError, match="dropped"):
+        subscriber.step(5.0)
+    assert threading.active_count() == before
+
+
+def test_a_version_that_is_here_already_is_refused(bench):
+    publisher = bench.publish()
+    bench.follow()
+    bench.update()
+    publisher._version = publisher._coordinator.version = 0
+    with pytest.raises(UpdateAbortedError, match="version 1 is here already"):
+        bench.update()
