@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from parallelkit import errors, groups, hooks
 from parallelkit.errors import (
     CollectiveError,
+    GroupError,
     NoBackendError,
     NotInitializedError,
     ParallelKitError,
@@ -91,10 +92,9 @@ def publish_weights(
         >>> send_privately(publisher.ticket)                     # doctest: +SKIP
         >>> report = publisher.update()                          # doctest: +SKIP
     """
-    _check_choice("verify", verify, VERIFY)
-    _check_choice("commit", commit, COMMIT)
-    check_timeout(timeout)
     group = _current_group() if group is None else group
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise GroupError(f"group is a {type(group).__qualname__}; it is a process group, or None")
     settings = Settings(
         transport=transport,
         verify=verify,
@@ -103,9 +103,22 @@ def publish_weights(
         endpoint=endpoint,
         options=options,
     )
-    source = _source_of(model)
-    plan = plan_transfer(source.manifest())
-    return WeightPublisher(source, plan, settings, group)
+    found: tuple[WeightSource, TransferPlan] | None = None
+    problem: Exception | None = None
+    try:
+        _check_choice("verify", verify, VERIFY)
+        _check_choice("commit", commit, COMMIT)
+        check_timeout(timeout)
+        source = _source_of(model)
+        found = source, plan_transfer(source.manifest())
+        mine = f"model {found[1].digest.hex()[:12]}, {transport}, verify {verify}, {timeout:g} s"
+    except Exception as error:
+        problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
+    if group is not None and group.world_size > 1:
+        _agree(group, mine, problem)
+    if found is None:
+        raise problem or WeightTransferError("nothing to publish")
+    return WeightPublisher(*found, settings, group)
 
 
 class WeightPublisher:
@@ -132,7 +145,6 @@ class WeightPublisher:
         self._tickets: list[tuple[str, int]] = []
         self._coordinator: Coordinator | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._agree_on_manifest()
         self._collectively(lambda: self._open(source, plan), settings.timeout)
 
     @property
@@ -322,22 +334,6 @@ class WeightPublisher:
         finally:
             self._version = self._coordinator.version
 
-    def _agree_on_manifest(self) -> None:
-        if self._group is None:
-            return
-        mine = self._plan.digest.hex()
-        digests = [
-            str(self._group.broadcast_object(mine, src)) for src in range(self._group.world_size)
-        ]
-        if len(set(digests)) > 1:
-            table = "\n".join(
-                f"  rank {rank}: {digest[:12]}" for rank, digest in enumerate(digests)
-            )
-            raise RankMismatchError(
-                "the ranks publish different models (names, dtypes or shapes), by fingerprint:\n"
-                f"{table}\nWith replicas every rank publishes the same model"
-            )
-
     def _collectively(self, work: Callable[[], T], seconds: float) -> T:
         """Do `work` on rank 0 and give its outcome, report or error, to every rank.
 
@@ -384,6 +380,19 @@ class WeightPublisher:
             raise StateError(f"{what} after close(): publish again with pk.publish_weights")
         if self._pid != os.getpid():
             raise StateError(f"{what} in a forked child: a publisher belongs to one process")
+
+
+def _agree(group: ProcessGroup, mine: str, problem: Exception | None) -> None:
+    """Let every rank know what every rank is about to publish; all go on, or none does."""
+    said = [str(group.broadcast_object(mine, src)) for src in range(group.world_size)]
+    if problem is not None:
+        raise problem
+    if len(set(said)) > 1:
+        table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
+        raise RankMismatchError(
+            f"the ranks do not publish the same model with the same arguments:\n{table}\n"
+            "With replicas every rank publishes the same model in the same way"
+        )
 
 
 def _source_of(model: Any) -> WeightSource:

@@ -105,3 +105,13 @@ def test_ranks_with_different_models_are_refused_with_a_table():
     found = [e for e in events(output) if "error" in e]
     assert [e["error"] for e in found] == ["RankMismatchError"] * 2
     assert all("rank 1:" in e["message"] for e in found)
+
+
+def test_one_ranks_bad_argument_is_every_ranks_error():
+    with torchrun("argument", 0) as trainer:
+        output, errors = trainer.communicate(timeout=120)
+    assert trainer.returncode == 0, errors
+    found = {e["rank"]: (e["error"], e["message"]) for e in events(output) if "error" in e}
+    assert found[1][0] == "WeightTransferError"
+    assert found[0][0] == "RankMismatchError"
+    assert "rank 1: failed: WeightTransferError: verify is 'bad'" in found[0][1]

@@ -38,7 +38,9 @@ def main(scenario: str, followers: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = context.shard(torch.randn(32, 4), batch_size=4, shuffle=True, seed=1)
         try:
-            publisher = pk.publish_weights(model, timeout=3.0 if scenario == "idle" else 20.0)
+            verify = "bad" if scenario == "argument" and group.rank == 1 else "digest"
+            timeout = 3.0 if scenario == "idle" else 20.0
+            publisher = pk.publish_weights(model, timeout=timeout, verify=verify)
         except pk.ParallelKitError as error:
             emit(rank=group.rank, error=type(error).__name__, message=str(error))
             return

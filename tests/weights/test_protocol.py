@@ -897,3 +897,10 @@ def test_a_version_that_is_here_already_is_refused(bench):
     publisher._version = publisher._coordinator.version = 0
     with pytest.raises(UpdateAbortedError, match="version 1 is here already"):
         bench.update()
+
+
+def test_a_group_that_is_none_is_refused(bench):
+    from parallelkit.errors import GroupError
+
+    with pytest.raises(GroupError, match="group is a str"):
+        publish_weights(bench.source, group="trainers")
