@@ -7,11 +7,12 @@ a submodule that really is called `module` keeps its name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+
+from parallelkit.errors import ManifestError
 
 #: Wrapper types by where they live, and the attribute that holds what they wrap. A wrapper whose
 #: module was never imported cannot be in the model, so nothing is imported to look for it.
@@ -25,6 +26,8 @@ _WRAPPERS: Final = (
         "_checkpoint_wrapped_module",
     ),
 )
+
+_Wrappers = list[tuple[type[nn.Module], str]]
 
 
 class Slot(NamedTuple):
@@ -42,22 +45,20 @@ class Slot(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor as it is now; a buffer may have been replaced since."""
-        tensor = self.holder[self.key]
-        assert tensor is not None  # slots are made for tensors only
+        """The tensor as it is now; it may have been replaced since.
+
+        Raises:
+            ManifestError: it was removed.
+        """
+        tensor = self.holder.get(self.key)
+        if tensor is None:
+            raise ManifestError(f"tensor {self.name!r} is no longer there")
         return tensor
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Take off data-parallel, compile and checkpoint wrappers, in whatever order they are."""
-    wrappers = _known_wrappers()
-    while True:
-        for kind, attribute in wrappers:
-            if isinstance(module, kind):
-                module = getattr(module, attribute)
-                break
-        else:
-            return module
+    return _unwrap(module, _known_wrappers())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -80,7 +81,10 @@ def slots(module: nn.Module) -> list[Slot]:
 
     A tensor under two names is listed twice: which names are one tensor is the caller's business.
     """
-    return list(_walk(unwrap(module), ""))
+    found: list[Slot] = []
+    wrappers = _known_wrappers()
+    _walk(_unwrap(module, wrappers), "", wrappers, found)
+    return found
 
 
 def plain_names(module: nn.Module) -> list[str]:
@@ -93,21 +97,32 @@ def plain_names(module: nn.Module) -> list[str]:
     return [slot.name for slot in slots(module)]
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[Slot]:
+def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]) -> None:
+    # The dicts are copied: another thread may be changing the model, which is told elsewhere.
     transient = module._non_persistent_buffers_set
     parameters: dict[str, torch.Tensor | None] = module._parameters  # type: ignore[assignment]
-    for key, parameter in parameters.items():
+    for key, parameter in list(parameters.items()):
         if parameter is not None:
-            yield Slot(prefix + key, parameters, key)
-    for key, buffer in module._buffers.items():
+            found.append(Slot(prefix + key, parameters, key))
+    for key, buffer in list(module._buffers.items()):
         if buffer is not None and key not in transient:
-            yield Slot(prefix + key, module._buffers, key)
-    for key, child in module._modules.items():
+            found.append(Slot(prefix + key, module._buffers, key))
+    for key, child in list(module._modules.items()):
         if child is not None:
-            yield from _walk(unwrap(child), f"{prefix}{key}.")
+            _walk(_unwrap(child, wrappers), f"{prefix}{key}.", wrappers, found)
 
 
-def _known_wrappers() -> list[tuple[type[nn.Module], str]]:
+def _unwrap(module: nn.Module, wrappers: _Wrappers) -> nn.Module:
+    while True:
+        for kind, attribute in wrappers:
+            if isinstance(module, kind):
+                module = getattr(module, attribute)
+                break
+        else:
+            return module
+
+
+def _known_wrappers() -> _Wrappers:
     found = []
     for where, name, attribute in _WRAPPERS:
         kind = getattr(sys.modules.get(where), name, None)

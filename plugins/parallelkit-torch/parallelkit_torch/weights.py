@@ -1,17 +1,19 @@
 """Weights of an `nn.Module`: read by `ModuleSource`, placed by `ModuleSink`.
 
 Both name tensors by `parallelkit_torch.names`, so wrapped and compiled models publish plain names.
-Names that are one tensor (same storage, offset, shape, strides and dtype) are one alias group.
-Tensors that overlap without being the same are separate tensors: each is sent whole, and where a
-target has such tensors the last one placed wins.
+Names that are one tensor (same memory, shape, strides and dtype) are one alias group. Tensors that
+overlap without being the same are separate tensors: a source sends each whole, a target that has
+such tensors is refused.
+
+A model is looked at again for each update. What was replaced by the like is followed; other names,
+shapes, dtypes or ties than those of the manifest are errors.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import Final, final
 
 import torch
 from torch import nn
@@ -21,19 +23,26 @@ from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
 
+_KEEP: Final = (
+    "a model keeps its names, shapes, dtypes and ties while it is published or subscribed; "
+    "publish or subscribe it again"
+)
+#: So many differences are listed in one message.
+_SHOWN: Final = 5
+
 
 class _ModuleWeights:
     """What source and sink share: the manifest, and tensors as bytes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._slots = slots(module)
-        self._manifest, self._groups = _describe(self._slots)
+        self._manifest, self._groups = _describe(slots(module))
+        self._unique = self._manifest.unique
 
     @property
     def device(self) -> str:
         """Where the tensors are: `"cpu"`, `"cuda:0"`; of the first one, if they differ."""
-        return str(self._slots[0].tensor.device) if self._slots else "cpu"
+        return str(self._groups[0][0].tensor.device) if self._groups else "cpu"
 
     def host_bytes(self, index: int) -> memoryview:
         """Return tensor `index` (of the unique ones) as contiguous row-major bytes.
@@ -45,16 +54,51 @@ class _ModuleWeights:
 
     def _tensor(self, index: int) -> torch.Tensor:
         """The live tensor, checked to be what the manifest says."""
-        spec = self._manifest.unique[index]
+        spec = self._unique[index]
         tensor = self._groups[index][0].tensor
-        dtype = tensors.dtype_name(tensor)
-        if tuple(tensor.shape) != spec.shape or dtype != spec.dtype:
-            raise ManifestError(
-                f"tensor {spec.name!r} was {spec.describe()} and is now "
-                f"{dtype}{list(tensor.shape)}; a model keeps its shapes and dtypes while it is "
-                "published"
-            )
+        problem = tensors.unreadable(tensor) or _changed(spec, tensor)
+        if problem:
+            raise ManifestError(f"tensor {spec.name!r} {problem}; {_KEEP}")
         return tensor
+
+    def _rewalk(self) -> None:
+        """Follow what was replaced in the module; raise if it is not what the manifest says."""
+        found = {slot.name: slot for slot in slots(self._module)}
+        groups: list[list[Slot]] = []
+        positions: dict[str, int] = {}
+        identities: dict[str, object] = {}
+        owners: dict[object, str] = {}
+        problems: list[str] = []
+        for spec in self._manifest.tensors:
+            slot = found.pop(spec.name, None)
+            if spec.alias_of is None:
+                positions[spec.name] = len(groups)
+                groups.append([])
+            if slot is None:
+                problems.append(f"tensor {spec.name!r} is no longer there")
+                continue
+            tensor = slot.tensor
+            problem = tensors.unreadable(tensor) or _changed(spec, tensor)
+            if problem:
+                problems.append(f"tensor {spec.name!r} {problem}")
+                continue
+            identity = identities[spec.name] = tensors.identity(tensor)
+            owner = owners.setdefault(identity, spec.name)
+            groups[positions[spec.alias_of or spec.name]].append(slot)
+            if spec.alias_of is None and owner != spec.name:
+                problems.append(f"tensor {spec.name!r} is now tied to {owner!r}")
+            elif spec.alias_of in identities and identities[spec.alias_of] != identity:
+                problems.append(f"tensor {spec.name!r} is no longer tied to {spec.alias_of!r}")
+        problems += [f"tensor {name!r} is new" for name in found]
+        if problems:
+            more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
+            raise ManifestError(f"{'; '.join(problems[:_SHOWN])}{more}; {_KEEP}")
+        self._groups = groups
+
+    def _all_tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor object, once: names may share one, or have one each over one memory."""
+        objects = {id(s.tensor): s.tensor for group in self._groups for s in group}
+        yield from objects.values()
 
 
 @final
@@ -75,10 +119,19 @@ class ModuleSource(_ModuleWeights):
                 its dtype is not allowed; the tensor is named.
         """
         super().__init__(module)
-        self._adopted = False
+        self._adopted: list[torch.Tensor] = []
+        self._homes: set[int] = set()
 
     def manifest(self) -> Manifest:
         return self._manifest
+
+    def begin(self) -> None:
+        """Look at the module again: an update begins.
+
+        Raises:
+            ManifestError: it has other names, dtypes, shapes or ties than `manifest()`.
+        """
+        self._rewalk()
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         """Move every unique tensor into the host buffer of the same index, values included.
@@ -91,36 +144,55 @@ class ModuleSource(_ModuleWeights):
             buffers: writable, contiguous, each of exactly the tensor's bytes.
 
         Raises:
+            ManifestError: the module changed since it was described.
             UnsupportedFeatureError: a tensor is not on the CPU, overlaps another, or a buffer
                 does not fit; nothing was moved.
         """
-        unique = self._manifest.unique
+        self._rewalk()
+        unique = self._unique
         if len(buffers) != len(unique):
             raise UnsupportedFeatureError(
                 f"adopt got {len(buffers)} buffers for {len(unique)} tensors"
             )
-        _refuse_overlaps(unique, self._groups)
+        named = [(spec.name, self._tensor(index)) for index, spec in enumerate(unique)]
+        pair = tensors.overlap(named)
+        if pair:
+            raise UnsupportedFeatureError(
+                f"tensors {pair[0]!r} and {pair[1]!r} share memory without being the same; "
+                "moving them into foreign memory would part them"
+            )
         homes = [
             _home(spec, self._tensor(index), buffer)
             for index, (spec, buffer) in enumerate(zip(unique, buffers, strict=True))
         ]
-        self._move(homes)
-        self._adopted = True
-
-    def release(self) -> None:
-        """Move adopted tensors back into memory of torch's own; harmless when repeated."""
-        if self._adopted:
-            self._move([self._tensor(i).detach().clone() for i in range(len(self._groups))])
-            self._adopted = False
-
-    def _move(self, homes: Sequence[torch.Tensor]) -> None:
-        """Copy every tensor into its new home, then let all its names live there."""
         with torch.no_grad():
             for index, home in enumerate(homes):
                 home.copy_(self._tensor(index))
         for group, home in zip(self._groups, homes, strict=True):
             for tensor in {id(slot.tensor): slot.tensor for slot in group}.values():
                 tensor.data = home
+        self._adopted = list(self._all_tensors())
+        self._homes = {home.untyped_storage().data_ptr() for home in homes if home.numel()}
+
+    def release(self) -> None:
+        """Move adopted tensors back into memory of torch's own; harmless when repeated.
+
+        Also those that the module has lost since, which an optimiser may still hold, and those
+        that it has gained over the same memory.
+        """
+        everything = [*self._adopted, *(slot.tensor for slot in slots(self._module))]
+        homes: dict[object, torch.Tensor] = {}
+        for tensor in {id(t): t for t in everything}.values():
+            if tensors.unreadable(tensor) or not self._is_home(tensor):
+                continue
+            was = tensors.identity(tensor)
+            if was not in homes:
+                homes[was] = tensor.detach().clone()
+            tensor.data = homes[was]
+        self._adopted, self._homes = [], set()
+
+    def _is_home(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._homes
 
 
 @final
@@ -135,6 +207,7 @@ class ModuleSink(_ModuleWeights):
         """Read names, dtypes and shapes of `module`; raises as `ModuleSource` does."""
         super().__init__(module)
         self._open = False
+        self._writable: list[object] = []
 
     @property
     def module(self) -> nn.Module:
@@ -142,31 +215,34 @@ class ModuleSink(_ModuleWeights):
         return self._module
 
     def needs(self) -> Manifest:
-        """Exactly what the module holds.
-
-        Raises:
-            ManifestError: several elements of a tensor share one place in memory (an expanded
-                tensor), so it cannot be written; the tensor is named.
-        """
-        for index, spec in enumerate(self._manifest.unique):
-            if tensors.self_overlapping(self._tensor(index)):
-                raise ManifestError(
-                    f"tensor {spec.name!r} of the target has shape {list(spec.shape)} and strides "
-                    f"{list(self._tensor(index).stride())}: its elements share memory, so it "
-                    "cannot be written; make it contiguous first"
-                )
+        """Exactly what the module holds; raises as `check` does."""
+        self.check()
         return self._manifest
 
+    def check(self) -> None:
+        """Look at the module again: it is about to be written.
+
+        Raises:
+            ManifestError: it has other names, dtypes, shapes or ties than `needs()`; or it cannot
+                be written, since several elements of a tensor share one place in memory (an
+                expanded tensor), or two tensors overlap. The tensors are named.
+        """
+        self._rewalk()
+        live = [self._groups[index][0].tensor for index in range(len(self._groups))]
+        identities = [tensors.identity(tensor) for tensor in live]
+        if identities != self._writable:  # same memory, same layout: same answer
+            self._refuse_overlaps(live)
+            self._writable = identities
+
     def begin(self) -> None:
+        """Let tensors be written; raises as `check` does."""
+        self.check()
         self._open = True
 
     def destination(self, index: int) -> memoryview | None:
-        """Return the live bytes of tensor `index`, or None for a strided or GPU tensor."""
+        """Return the live bytes of tensor `index`; None if they are no row-major bytes here."""
         self._check_open("destination")
-        tensor = self._tensor(index)
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return None
-        return tensors.as_bytes(tensor)
+        return tensors.live_bytes(self._tensor(index))
 
     def write(self, index: int, data: memoryview) -> None:
         self._check_open("write")
@@ -175,7 +251,7 @@ class ModuleSink(_ModuleWeights):
         into = tensors.as_bytes(staged)
         if data.nbytes != into.nbytes:
             raise ManifestError(
-                f"tensor {self._manifest.unique[index].name!r} has {into.nbytes} bytes, "
+                f"tensor {self._unique[index].name!r} has {into.nbytes} bytes, "
                 f"{data.nbytes} were given"
             )
         into[:] = data.cast("B")
@@ -186,8 +262,24 @@ class ModuleSink(_ModuleWeights):
         """Tell autograd that every tensor changed: a graph recorded before is void."""
         self._check_open("finish")
         self._open = False
-        changed = [self._tensor(index) for index in range(len(self._groups))]
-        torch.autograd.graph.increment_version([t for t in changed if not t.is_inference()])
+        changed = [t for t in self._all_tensors() if not t.is_inference()]
+        torch.autograd.graph.increment_version(changed)
+
+    def _refuse_overlaps(self, live: Sequence[torch.Tensor]) -> None:
+        """Raise if writing one element would change another."""
+        for spec, tensor in zip(self._unique, live, strict=True):
+            if tensors.self_overlapping(tensor):
+                raise ManifestError(
+                    f"tensor {spec.name!r} of the target has shape {list(spec.shape)} and strides "
+                    f"{list(tensor.stride())}: its elements share memory, so it cannot be "
+                    "written; make it contiguous first"
+                )
+        pair = tensors.overlap(zip((spec.name for spec in self._unique), live, strict=True))
+        if pair:
+            raise ManifestError(
+                f"tensors {pair[0]!r} and {pair[1]!r} of the target share memory without being "
+                "the same: writing one would change the other; give each memory of its own"
+            )
 
     def _check_open(self, what: str) -> None:
         if not self._open:
@@ -220,27 +312,12 @@ def _describe(all_slots: Sequence[Slot]) -> tuple[Manifest, list[list[Slot]]]:
     return Manifest(specs), groups
 
 
-def _refuse_overlaps(unique: Sequence[TensorSpec], groups: Sequence[Sequence[Slot]]) -> None:
-    """Raise if tensors that are not the same share memory: moving them would part them."""
-    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
-    for spec, group in zip(unique, groups, strict=True):
-        tensor = group[0].tensor
-        if tensor.numel() == 0:
-            continue
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        steps = zip(tensor.stride(), tensor.shape, strict=True)
-        last = sum(int(stride) * (size - 1) for stride, size in steps)
-        end = start + (last + 1) * tensor.element_size()
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        spans.setdefault(storage, []).append((start, end, spec.name))
-    for ranges in spans.values():
-        ranges.sort()
-        for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
-            if start < end:
-                raise UnsupportedFeatureError(
-                    f"tensors {first!r} and {second!r} share memory without being the same; "
-                    "moving them into foreign memory would part them"
-                )
+def _changed(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
+    """Say how a tensor differs from its entry in the manifest."""
+    dtype = tensors.dtype_name(tensor)
+    if dtype == spec.dtype and tensor.shape == spec.shape:
+        return None
+    return f"was {spec.describe()} and is now {dtype}{list(tensor.shape)}"
 
 
 def _home(spec: TensorSpec, tensor: torch.Tensor, buffer: memoryview) -> torch.Tensor:
