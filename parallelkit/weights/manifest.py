@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Final
 
 import attrs
@@ -101,7 +102,7 @@ class TensorSpec:
         return f"{self.dtype}{list(self.shape)}"
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Manifest:
     """An ordered, validated list of tensors.
 
@@ -132,12 +133,12 @@ class Manifest:
                     f"{target.name!r} ({target.describe()}): dtype and shape must be equal"
                 )
 
-    @property
+    @cached_property
     def unique(self) -> tuple[TensorSpec, ...]:
         """The tensors that own bytes; an alias owns none. Indexes elsewhere count these."""
         return tuple(t for t in self.tensors if t.alias_of is None)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes to move: each alias group once."""
         return sum(t.nbytes for t in self.unique)
