@@ -13,6 +13,7 @@ from parallelkit.errors import LaunchError
 from parallelkit.reading import Reading
 
 _ARGUMENTS = ("rank", "world_size", "master_addr", "master_port")
+_MAX_RANKS = 65536  # far above any launch, and low enough to count to
 _LOOPBACK = ("localhost", "::1", "[::1]")
 _DEFAULT = "default"
 _DERIVED = "derived"
@@ -73,9 +74,10 @@ class LaunchInfo:
     provenance: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False, converter=dict)
 
     def __attrs_post_init__(self) -> None:
-        for low, *names in ((1, "world_size", "local_world_size"), (0, "rank", "local_rank")):
+        sizes, ranks = ("world_size", "local_world_size"), ("rank", "local_rank")
+        for low, high, names in ((1, _MAX_RANKS, sizes), (0, _MAX_RANKS - 1, ranks)):
             for name in names:
-                _integer(name, getattr(self, name), int(low), self._said(str(name)))
+                _integer(name, getattr(self, name), low, self._said(name), high)
         if self.rank >= self.world_size:
             raise LaunchError(
                 f"{self._said('rank')} and {self._said('world_size')} contradict each other: the "
@@ -228,7 +230,11 @@ def _given(
     """Collect and check explicit arguments; 0 is a value, None is none."""
     values = dict(zip(_ARGUMENTS, (rank, world_size, master_addr, master_port), strict=True))
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    for name, low, high in (("rank", 0, None), ("world_size", 1, None), ("master_port", 0, 65535)):
+    for name, low, high in (
+        ("rank", 0, _MAX_RANKS - 1),
+        ("world_size", 1, _MAX_RANKS),
+        ("master_port", 0, 65535),
+    ):
         if name in given:
             said = f"{name}={given[name]!r} (argument)"
             given[name] = _integer(name, given[name], low, said, high)

@@ -535,6 +535,14 @@ def test_contradictions_and_partial_sets(env: Env, mentions: tuple[str, ...]) ->
         assert mention in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [65537, 10**30])
+def test_world_sizes_that_nobody_has(size: int) -> None:
+    with pytest.raises(LaunchError, match=r"world_size.*1 to 65536"):
+        read({}, rank=0, world_size=size, **{k.lower(): v for k, v in MASTER.items()})
+    with pytest.raises(LaunchError, match="WORLD_SIZE"):
+        read({"RANK": "0", "WORLD_SIZE": str(size), **MASTER})
+
+
 NUMBERS = {
     "torchrun": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_PORT "
     "TORCHELASTIC_RESTART_COUNT",

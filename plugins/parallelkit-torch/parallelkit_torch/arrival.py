@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NoReturn
 
 import attrs
@@ -13,6 +14,9 @@ from parallelkit.specs import GroupSpec
 from parallelkit_torch.wire import Store
 
 _POLL_SECONDS = (0.002, 0.2)  # first and longest pause between two looks
+_CHUNK = 512  # ranks asked for in one message to the store
+_LOOK_SECONDS = 0.5  # for finding out who is missing, past the deadline
+_SHOWN, _TOLD = 16, 1024  # missing ranks in a message, and in rank 0's word to the others
 
 
 @attrs.define
@@ -41,21 +45,27 @@ class Deadline:
 
 def await_everyone(spec: GroupSpec, store: Store, deadline: Deadline, where: str) -> None:
     """Rank 0: wait for every other rank, then give the word; or say who is missing."""
-    waiting = [f"here/{rank}" for rank in range(1, spec.world_size)]
-    if _poll(lambda: store.check(waiting), deadline):
-        sizes = {r: int(store.get(f"here/{r}").split(b":")[1]) for r in range(1, spec.world_size)}
-        other = {rank: size for rank, size in sizes.items() if size != spec.world_size}
+    other: dict[int, int] = {}
+    here: list[int] = []
+    for ranks in _chunks(range(1, spec.world_size)):
+        keys = [f"here/{rank}" for rank in ranks]
+        if not _poll(partial(store.check, keys), deadline):
+            break
+        sizes = [int(said.split(b":")[1]) for said in store.multi_get(keys)]
+        other |= {r: n for r, n in zip(ranks, sizes, strict=True) if n != spec.world_size}
+        here += ranks
+    else:
         store.set("word", f"world {spec.world_size}" if other else "go")
         if other:
-            _linger(store, [f"heard/{r}" for r in sizes])
+            _linger(store, here)
             raise GroupError(
                 f"ranks disagree about the world size: rank 0 has {spec.world_size}, "
-                + ", ".join(f"rank {r} has {n}" for r, n in sorted(other.items()))
+                + _listed([f"rank {r} has {n}" for r, n in sorted(other.items())])
             )
         return
-    missing = [r for r in range(1, spec.world_size) if not store.check([f"here/{r}"])]
-    store.set("word", "missing " + ",".join(map(str, missing)))
-    _linger(store, [f"heard/{r}" for r in range(1, spec.world_size) if r not in missing])
+    late, missing = _look(store, range(len(here) + 1, spec.world_size))
+    store.set("word", f"missing {len(missing)} {','.join(map(str, missing[:_TOLD]))}")
+    _linger(store, here + late)
     _raise_missing(spec, where, missing)
 
 
@@ -69,8 +79,7 @@ def await_word(spec: GroupSpec, store: Store, deadline: Deadline, where: str, to
             "two processes were given one rank. Set master_port (MASTER_PORT) to another port"
         )
     if not _poll(lambda: store.check(["word"]), deadline):
-        keys = [f"here/{rank}" for rank in range(1, spec.world_size)]
-        missing = [r for r, key in enumerate(keys, 1) if not store.check([key])]
+        _, missing = _look(store, range(1, spec.world_size))
         _raise_missing(spec, where, missing or [0])
     word, _, rest = store.get("word").decode().partition(" ")
     if word == "go":
@@ -81,7 +90,8 @@ def await_word(spec: GroupSpec, store: Store, deadline: Deadline, where: str, to
             f"ranks disagree about the world size: rank 0 has {rest}, rank {spec.rank} has "
             f"{spec.world_size}, or another rank differs"
         )
-    _raise_missing(spec, where, [int(rank) for rank in rest.split(",")])
+    count, _, ranks_missing = rest.partition(" ")
+    _raise_missing(spec, where, [int(rank) for rank in ranks_missing.split(",")], int(count))
 
 
 def _poll(done: Callable[[], bool], deadline: Deadline) -> bool:
@@ -91,16 +101,45 @@ def _poll(done: Callable[[], bool], deadline: Deadline) -> bool:
     return True
 
 
-def _linger(store: Store, keys: list[str]) -> None:
+def _chunks(ranks: range) -> Iterator[range]:
+    for first in range(0, len(ranks), _CHUNK):
+        yield ranks[first : first + _CHUNK]
+
+
+def _look(store: Store, ranks: range) -> tuple[list[int], list[int]]:
+    """Who of `ranks` is here and who is not; those not looked at in time count as not here."""
+    deadline = Deadline(_LOOK_SECONDS)
+    here: list[int] = []
+    missing: list[int] = []
+    for rank in ranks:
+        there = deadline.left > 0 and store.check([f"here/{rank}"])
+        (here if there else missing).append(rank)
+    return here, missing
+
+
+def _linger(store: Store, ranks: list[int]) -> None:
     """Keep the store alive until the ranks that are here have read the bad news."""
-    if keys:
-        _poll(lambda: store.check(keys), Deadline(1.0))
+    deadline = Deadline(1.0)
+    for first in range(0, len(ranks), _CHUNK):
+        keys = [f"heard/{rank}" for rank in ranks[first : first + _CHUNK]]
+        if not _poll(partial(store.check, keys), deadline):
+            return
 
 
-def _raise_missing(spec: GroupSpec, where: str, missing: list[int]) -> NoReturn:
-    shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+def _listed(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more
+
+
+def _raise_missing(
+    spec: GroupSpec, where: str, missing: list[int], count: int | None = None
+) -> NoReturn:
+    """Raise for `missing`; `count` where there are more than are known by number."""
+    count = len(missing) if count is None else count
+    shown = ", ".join(map(str, missing[:_SHOWN]))
+    shown += f" and {count - _SHOWN} more" if count > _SHOWN else ""
     raise RendezvousTimeoutError(
-        f"{len(missing)} of {spec.world_size} ranks did not arrive at {where} within "
+        f"{count} of {spec.world_size} ranks did not arrive at {where} within "
         f"{spec.timeout:g} s: missing rank(s) {shown}. Check their logs, or raise timeout",
         missing=missing,
     )

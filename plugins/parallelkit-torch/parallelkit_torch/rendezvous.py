@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
+import struct
 import threading
+import time
 from datetime import timedelta
 from typing import NoReturn
 
@@ -24,6 +26,9 @@ from parallelkit_torch.arrival import Deadline, await_everyone, await_word
 from parallelkit_torch.wire import HashStore, PrefixStore, Store, TCPStore
 
 _BACKLOG = 4096
+# What torch's own client begins with: "validate" and a magic number, "ping" and a nonce.
+_HELLO = struct.Struct("=BIBI")
+_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
 _NONCE = "parallelkit/nonce"
 _opened = 0  # groups this process opened; part of the keys, since a store may outlive a group
 
@@ -95,8 +100,8 @@ def _host(spec: GroupSpec, run: str) -> Meeting:
 def _listen(spec: GroupSpec) -> tuple[socket.socket, str]:
     """Bind rank 0's port; returns the socket and the address that others are to use.
 
-    Bound to the named address only, where it is one of this host's; to every interface where it
-    is not (a service address, or a name that only this host maps to loopback).
+    Bound to the named address only; to every interface where that is a loopback address, which
+    other hosts could not use.
     """
     local = spec.local_world_size == spec.world_size
     named = spec.master_addr or ("127.0.0.1" if local else socket.gethostname())
@@ -114,22 +119,24 @@ def _listen(spec: GroupSpec) -> tuple[socket.socket, str]:
         ) from error
     bind_to = "0.0.0.0" if host.startswith("127.") and not local else host
     port = spec.master_port or 0
-    while True:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((bind_to, port))
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRNOTAVAIL and bind_to != "0.0.0.0":
-                bind_to = "0.0.0.0"
-                continue
-            _raise_bind_error(error, named, port)
-        return listener, host
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((bind_to, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        _raise_bind_error(error, named, host, port)
+    return listener, host
 
 
-def _raise_bind_error(error: OSError, host: str, port: int) -> NoReturn:
+def _raise_bind_error(error: OSError, host: str, address: str, port: int) -> NoReturn:
+    if error.errno == errno.EADDRNOTAVAIL:
+        named = host if host == address else f"{host} ({address})"
+        raise GroupError(
+            f"rank 0 cannot listen on {named}: it is no address of this host. Set master_addr "
+            "(MASTER_ADDR) to an address of the host that runs rank 0, on every rank"
+        ) from error
     if error.errno == errno.EADDRINUSE:
         raise PortInUseError(
             f"rank 0 cannot listen on {host}:{port}: another process uses port {port}, perhaps "
@@ -183,14 +190,15 @@ def _connect(spec: GroupSpec, run: str, deadline: Deadline, problem: str) -> tup
 def _client(address: str, port: int, deadline: Deadline) -> TCPStore:
     """Connect to a store, in bounded time.
 
-    torch's client is slow to give up and loud about it where nobody listens, so the way is tried
-    first; and it waits for ever where somebody listens who is no store, so a thread does it.
+    torch's client is slow to give up and loud about it where nobody listens, and waits for ever
+    where somebody listens who is no store; so a plain socket greets first. A store that answers
+    that and then no more, since its host was stopped in between, is left to a thread.
 
     Raises:
         OSError: nobody listens, or nobody who answers as a store.
     """
-    socket.create_connection((address, port), min(2.0, deadline.left + 0.1)).close()
     seconds = max(1.0, deadline.left / 3)  # leaves time for another try, at another address
+    _greet(address, port, min(2.0, deadline.left + 0.1), min(seconds, deadline.left + 0.1))
     found: list[TCPStore | RuntimeError] = []
 
     def connect() -> None:
@@ -208,6 +216,27 @@ def _client(address: str, port: int, deadline: Deadline) -> TCPStore:
     if isinstance(found[0], RuntimeError):
         raise found[0]
     return found[0]
+
+
+def _greet(address: str, port: int, connect: float, answer: float) -> None:
+    """Raise `OSError` unless a store listens there: it alone gives a nonce back."""
+    nonce = secrets.randbits(32)
+    end = time.monotonic() + answer
+    said = b""
+    with socket.create_connection((address, port), connect) as probe:
+        try:
+            probe.settimeout(answer)
+            probe.sendall(_HELLO.pack(_VALIDATE, _MAGIC, _PING, nonce))
+            while len(said) < 4 and (left := end - time.monotonic()) > 0:
+                probe.settimeout(left)
+                data = probe.recv(4 - len(said))
+                if not data:
+                    break
+                said += data
+        except OSError:
+            pass
+    if said != struct.pack("=I", nonce):
+        raise TimeoutError(errno.ETIMEDOUT, "what listens there does not answer as a store")
 
 
 def _target(spec: GroupSpec, run: str) -> tuple[str, int, bytes | None] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parallelkit_torch import portfile, rendezvous
+from parallelkit_torch import arrival, portfile, rendezvous
 from parallelkit_torch.rendezvous import Meeting, meet
 
 from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
@@ -199,6 +201,70 @@ def test_only_the_named_address_is_bound(spec: Make) -> None:
     listener, host = rendezvous._listen(spec(0, 2, local_world_size=1, master_port=free_port()))
     with listener:
         assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_address_of_another_host(spec: Make) -> None:
+    began = time.monotonic()
+    with pytest.raises(GroupError, match=r"192\.0\.2\.1.*no address of this host.*MASTER_ADDR"):
+        meet(spec(0, 2, master_addr="192.0.2.1", master_port=free_port(), timeout=5))
+    assert time.monotonic() - began < 1
+
+
+def test_many_missing_ranks_cost_no_more_time_than_few(spec: Make) -> None:
+    began = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError) as caught:
+        meet(spec(0, 65536, master_port=free_port(), timeout=1))
+    assert time.monotonic() - began < 3
+    assert len(caught.value.missing) == 65535
+    assert "65535 of 65536" in str(caught.value)
+    assert "15, 16 and 65519 more" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_ranks_beyond_a_chunk_are_counted(spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "_CHUNK", 2)
+    port = free_port()
+    assert all(
+        isinstance(m, Meeting) for m in together(*(spec(r, 6, master_port=port) for r in range(6)))
+    )
+    port = free_port()
+    errors = together(*(spec(r, 6, master_port=port, timeout=1.5) for r in (0, 1, 2, 4)))
+    assert [error.missing for error in errors] == [(3, 5)] * 4
+
+
+FOREIGN = """
+import socket, sys, threading
+import parallelkit as pk
+
+answer = sys.argv[1].encode()
+listener = socket.create_server(("127.0.0.1", 0))
+def serve():
+    while True:
+        client, _ = listener.accept()
+        if answer:
+            client.sendall(answer)
+        kept.append(client)
+kept = []
+threading.Thread(target=serve, daemon=True).start()
+try:
+    pk.init_process_group(
+        "torch", device="cpu", rank=1, world_size=2, master_addr="127.0.0.1",
+        master_port=listener.getsockname()[1], timeout=1.5,
+    )
+except pk.errors.RendezvousTimeoutError as error:
+    assert "does not answer as a store" in str(error), error
+    left = [t.name for t in threading.enumerate() if t.name == "parallelkit-store"]
+    assert not left, left
+    print("said")
+"""
+
+
+@pytest.mark.parametrize("answer", ["", "HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_foreign_service_leaves_nothing_behind(answer: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN, answer], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "said\n"), done.stderr
 
 
 # --- the file ----------------------------------------------------------------------------------
