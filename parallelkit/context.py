@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast, get_args
 
 from parallelkit import groups, hooks
-from parallelkit.errors import PlanError
+from parallelkit.errors import GroupError, PlanError
 from parallelkit.loader import PluginManager
 from parallelkit.plan import ParallelPlan, plan
 from parallelkit.protocols import ParallelContext, ProcessGroup
@@ -48,10 +48,15 @@ def parallel_context(
 
     Raises:
         NotInitializedError: no group is open.
+        GroupError: `group` is no group.
         PlanError: degrees that do not fit the world size, or an unknown `reduce`.
         UnsupportedFeatureError: the backend cannot run the mode or an axis; says what it can.
     """
     group = group if group is not None else groups.current_group()
+    if not {"world_size", "framework", "subgroup"} <= set(dir(group)):
+        raise GroupError(
+            f"group is {group!r:.100}; it is what init_process_group or subgroup returned"
+        )
     if reduce not in get_args(Reduce):
         raise PlanError(f"reduce is {reduce!r}; it is 'mean' or 'sum'")
     planned = plan(

@@ -72,9 +72,10 @@ class Msrun:
     def read(env: Reading) -> None:
         role = env.text("MS_ROLE")
         if role not in ("MS_SCHED", "MS_WORKER"):
+            said = f"is not set, but {env.reason}" if role is None else f"is {role!r}"
             raise LaunchError(
-                f"MS_ROLE={role!r} (msrun), but {env.reason}; MS_ROLE is 'MS_WORKER' or "
-                f"'MS_SCHED': start the script with msrun, or unset the MS_* variables"
+                f"MS_ROLE {said} (msrun); allowed are 'MS_WORKER' and 'MS_SCHED': start the "
+                "script with msrun, or unset the MS_* variables"
             )
         env.need("world_size", "RANK_SIZE", "MS_WORKER_NUM", low=1)
         env.take("master_port", "MS_SCHED_PORT", low=1, high=65535)

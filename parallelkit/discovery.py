@@ -123,7 +123,13 @@ class Entry:
 
     def load(self) -> Any:
         """Import what the entry point names; whatever the import raises comes through."""
-        return metadata.EntryPoint(name=self.name, value=self.value, group=GROUP).load()
+        point = metadata.EntryPoint(name=self.name, value=self.value, group=GROUP)
+        if point.pattern.match(self.value) is None:
+            raise PluginContractError(
+                f"its entry `{self.name} = {self.value}` is malformed; it is written "
+                "`name = package.module` or `name = package.module:attribute`"
+            )
+        return point.load()
 
 
 def list_entries(path: Sequence[str] | None = None) -> list[Entry]:
@@ -136,15 +142,22 @@ def list_entries(path: Sequence[str] | None = None) -> list[Entry]:
     entries: dict[tuple[str, str, str], Entry] = {}
     seen: set[str] = set()
     for dist in metadata.distributions(**where):
+        broken = ""
         try:
-            if GROUP not in (dist.read_text("entry_points.txt") or ""):
-                continue  # most of them: neither parsed nor named, which keeps the scan short
+            try:
+                if GROUP not in (dist.read_text("entry_points.txt") or ""):
+                    continue  # most of them: neither parsed nor named, which keeps the scan short
+            except UnicodeDecodeError as error:
+                broken = f"its entry_points.txt is no UTF-8 text: {error.reason}"
             name = canonical(_name_of(dist))
         except Exception:  # an unreadable folder on sys.path is not ours to complain about
             continue
         if name in seen:
             continue
         seen.add(name)
+        if broken:
+            entries[name, "", ""] = Entry(dist=name, name="", problem=broken)
+            continue
         if not _is_visible(dist, name, where):
             continue
         for entry in _entries_of(dist, name):
@@ -171,6 +184,9 @@ def _entries_of(dist: metadata.Distribution, name: str) -> list[Entry]:
     version = ""
     try:
         version = (dist.metadata["Version"] or "") if dist.read_text("METADATA") else ""
+        header = _broken_header(dist.read_text("entry_points.txt") or "")
+        if header:
+            raise ValueError(f"{header!r} is not the section header '[{GROUP}]'")
         return [
             Entry(dist=name, version=version, name=point.name.strip(), value=point.value)
             for point in dist.entry_points.select(group=GROUP)
@@ -184,6 +200,16 @@ def _entries_of(dist: metadata.Distribution, name: str) -> list[Entry]:
                 problem=f"its entry_points.txt is malformed: {type(error).__name__}: {error}",
             )
         ]
+
+
+def _broken_header(text: str) -> str:
+    """Return the line that was meant to start our section and does not; empty if none."""
+    for line in map(str.strip, text.splitlines()):
+        if line.strip("[] \t") == GROUP and line.strip("[]") != GROUP:
+            return line
+        if line.strip("[]") == GROUP and line.startswith("[") != line.endswith("]"):
+            return line
+    return ""
 
 
 # --- what a plugin must be ---------------------------------------------------------------------

@@ -27,7 +27,7 @@ from parallelkit.loader import PluginManager, default_manager
 from parallelkit.protocols import ProcessGroup
 from parallelkit.ranks import compare_plugins
 from parallelkit.selection import Selection, select
-from parallelkit.specs import GroupSpec, ProbeRequest
+from parallelkit.specs import GroupSpec, ProbeRequest, check_timeout, device_name
 
 DEFAULT_TIMEOUT: Final = 60.0
 
@@ -59,7 +59,8 @@ def init_process_group(
         framework: `"torch"`, `"mindspore"`, a third party's name. Auto: what the launcher
             implies, then what is imported already, then the highest score.
         backend: `"gloo"`, `"nccl"`, ...; auto: the framework's for the device.
-        device: `"cpu"`, `"cuda"`, `"cuda:1"`, ...; auto: the best there is, by local rank.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`, ..., or the framework's own device object; auto:
+            the best there is, by local rank.
         rank, world_size, master_addr, master_port: override the launcher. Without a port, rank 0
             takes a free one and publishes it by the launcher's rendezvous file.
         timeout: seconds, for the rendezvous and then for each collective.
@@ -76,6 +77,8 @@ def init_process_group(
         ...     total = group.all_reduce(x)
     """
     global _open
+    check_timeout(timeout)
+    device = device_name(device)
     with LIFE:
         held = _live()
         if held is not None:

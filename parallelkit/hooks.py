@@ -16,11 +16,14 @@ from typing import Any, TypeVar
 import attrs
 
 from parallelkit import protocols, specs
-from parallelkit.errors import PluginContractError
+from parallelkit.errors import ParallelKitError, PluginContractError, PluginError
 from parallelkit.loader import PluginManager, default_manager
 from parallelkit.records import HookFailure, Implementation, PluginInfo
 
 T = TypeVar("T")
+
+#: Hooks that are shown a user's object of any type: what they raise by mistake is the plugin's.
+_WRAPPED = ("parallelkit_weight_source", "parallelkit_weight_sink")
 
 
 @attrs.frozen
@@ -180,14 +183,24 @@ def _collect(
             value = implementation(**given)
             if value is not None:
                 answers.append(Answer(implementation.plugin, check(value)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failures.append(manager.record(implementation.plugin, hook, error))
     return answers, failures
 
 
 def _first(hook: str, manager: PluginManager | None, protocol: type[T], **given: Any) -> T | None:
     for implementation in (manager or default_manager()).implementations(hook):
-        value = _invoke(implementation, hook, given)
+        try:
+            value = _invoke(implementation, hook, given)
+        except ParallelKitError:
+            raise
+        except (Exception, SystemExit) as error:
+            if hook not in _WRAPPED:
+                raise
+            label = implementation.plugin.label
+            raise PluginError(
+                f"plugin {label}: {hook} raised {type(error).__name__}: {error}"
+            ) from error
         if value is not None:
             return _handle(implementation.plugin, hook, protocol, value)
     return None

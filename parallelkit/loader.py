@@ -186,7 +186,7 @@ class PluginManager:
                 self._notes.append(f"plugin {info.label}: {reason}")
                 return
             self._register(plugin, info.name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a plugin does not end the program
             self._fail(info, error)
         else:
             self._infos.append(info)
@@ -207,7 +207,7 @@ class PluginManager:
             if self._pm.get_plugin(name) is not plugin and self._twin(plugin) is not None:
                 self._pm.unregister(plugin)
 
-    def _fail(self, info: PluginInfo, error: Exception) -> None:
+    def _fail(self, info: PluginInfo, error: BaseException) -> None:
         kind = "" if isinstance(error, PluginError) else f"{type(error).__name__}: "
         self._infos.append(attrs.evolve(info, state="failed", reason=f"{kind}{error}", error=error))
 
@@ -236,7 +236,7 @@ class PluginManager:
                 self._notes.append(f"plugin {held.label} is shadowed: {reason}")
             try:
                 self._register(plugin, name)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PluginLoadError(f"cannot register plugin {name!r}: {error}") from error
             self._infos.append(info)
         return info
@@ -269,7 +269,7 @@ class PluginManager:
                     found.append((place, Implementation(info, impl.function, arguments)))
         return [implementation for _, implementation in sorted(found, key=lambda pair: pair[0])]
 
-    def record(self, plugin: PluginInfo, hook: str, error: Exception) -> HookFailure:
+    def record(self, plugin: PluginInfo, hook: str, error: BaseException) -> HookFailure:
         """Keep a hook's failure, and warn about it the first time."""
         failure = HookFailure(plugin=plugin, hook=hook, error=error)
         key = (plugin.name, hook, failure.reason)

@@ -34,7 +34,10 @@ class Reading:
     provenance: dict[str, str] = attrs.field(factory=dict)
 
     def text(self, name: str) -> str | None:
-        return self.environ.get(name, "").strip() or None
+        value = self.environ.get(name, "")
+        if not isinstance(value, str):
+            raise LaunchError(f"{name}={value!r}: a variable's value is a string")
+        return value.strip() or None
 
     def seen(self, *names: str) -> list[str]:
         return [name for name in names if self.text(name) is not None]
@@ -81,6 +84,11 @@ class Reading:
 
     def partial(self, *names: str) -> LaunchError:
         """Say that a launch is recognised but one of its variables is missing."""
+        if self.launcher == "none":
+            return LaunchError(
+                f"{' and '.join(names)} not set, so this launch is partial ({self.reason}); start "
+                "the script with a launcher such as torchrun, set them too, or unset the rest"
+            )
         how = {"slurm": "srun", "mpi": "mpirun"}.get(self.launcher, self.launcher)
         return LaunchError(
             f"{' or '.join(names)} is not set, so this {self.launcher} launch is partial "

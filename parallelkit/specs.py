@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from parallelkit.errors import ExecutionModeError, GroupError, PluginContractError
+from parallelkit.errors import (
+    DeviceError,
+    ExecutionModeError,
+    GroupError,
+    PluginContractError,
+    UnknownBackendError,
+)
 from parallelkit.launch import LaunchInfo
 
 if TYPE_CHECKING:
@@ -21,6 +27,9 @@ if TYPE_CHECKING:
 
 Reduce = Literal["mean", "sum"]
 
+#: Longest timeout in seconds, a year: what backends count in still holds it.
+MAX_TIMEOUT: Final = 366 * 86400.0
+
 
 def _tuple(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(values)
@@ -28,6 +37,33 @@ def _tuple(values: Iterable[str]) -> tuple[str, ...]:
 
 def _names(value: Any) -> frozenset[str]:
     return frozenset(value)
+
+
+def check_timeout(value: Any) -> None:
+    """Raise `GroupError` unless `value` is a number of seconds that a group can wait."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= MAX_TIMEOUT:
+        raise GroupError(
+            f"timeout is {value!r}; it is a positive, finite number of seconds, at most a year"
+        )
+
+
+def device_name(value: Any) -> str:
+    """Return a device as text; a framework's own device object, which has a `type`, is taken.
+
+    Raises:
+        DeviceError: it is neither.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(getattr(value, "type", None), str):
+        return str(value)
+    raise DeviceError(f"device is {value!r}; it is a name, such as 'cpu' or 'cuda:0', or 'auto'")
+
+
+def _is_name(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise UnknownBackendError(f"{attribute.name} is {value!r}; it is a name, or 'auto'")
 
 
 @attrs.frozen(kw_only=True)
@@ -42,9 +78,9 @@ class ProbeRequest:
         features: capability strings the caller needs, such as `"context.data"`.
     """
 
-    framework: str = "auto"
-    backend: str = "auto"
-    device: str = "auto"
+    framework: str = attrs.field(default="auto", validator=_is_name)
+    backend: str = attrs.field(default="auto", validator=_is_name)
+    device: str = attrs.field(default="auto", converter=device_name)
     launch: LaunchInfo = attrs.field(factory=LaunchInfo)
     features: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
 
@@ -110,8 +146,7 @@ class GroupSpec:
 
     @timeout.validator
     def _positive(self, attribute: object, value: float) -> None:
-        if not value > 0 or not math.isfinite(value):
-            raise GroupError(f"timeout is {value!r}; it is a positive, finite number of seconds")
+        check_timeout(value)
 
 
 @attrs.frozen(kw_only=True)

@@ -12,6 +12,7 @@ import parallelkit as pk
 from parallelkit import groups
 from parallelkit.errors import (
     AlreadyInitializedError,
+    DeviceError,
     ExecutionModeError,
     GroupError,
     LaunchError,
@@ -186,10 +187,34 @@ class TestLife:
         with pytest.raises(UnknownBackendError, match="memory on cpu"):
             init(manager, backend="nccl")
 
-    @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+    @pytest.mark.parametrize(
+        "timeout", [0, -1, float("nan"), float("inf"), "x", None, True, 1e300, 10**400]
+    )
     def test_timeout_is_checked(self, manager, plugin, timeout):
         with pytest.raises(GroupError, match="timeout"):
             init(manager, timeout=timeout)
+
+    def test_types_of_names_are_checked(self, manager, plugin):
+        for name in ("framework", "backend"):
+            for value in (None, 5):
+                with pytest.raises(UnknownBackendError, match=f"{name} is {value}"):
+                    init(manager, **{name: value})
+        for value in (None, 5):
+            with pytest.raises(DeviceError, match=f"device is {value}"):
+                init(manager, device=value)
+        with pytest.raises(UnknownBackendError, match="framework is None"):
+            pk.execution_mode("eager", framework=None, manager=manager)
+
+    def test_a_frameworks_device_object_is_taken(self, manager, plugin):
+        class Device:
+            type = "cpu"
+
+            def __str__(self):
+                return self.type
+
+        with init(manager, device=Device()) as group, init(manager, device=Device()) as again:
+            assert again is group
+            assert group.device == "cpu"
 
     def test_environment_is_left_alone(self, manager, plugin):
         before = dict(os.environ)
@@ -324,6 +349,11 @@ class TestContext:
     def test_needs_a_group(self):
         with pytest.raises(NotInitializedError):
             pk.parallel_context()
+
+    def test_what_is_no_group(self, manager, plugin):
+        for value in ("x", 5):
+            with pytest.raises(GroupError, match="group is"):
+                pk.parallel_context(group=value, manager=manager)
 
     def test_on_the_open_group(self, manager, plugin):
         with init(manager) as group:

@@ -7,7 +7,13 @@ import types
 import pytest
 
 from parallelkit import hooks
-from parallelkit.errors import PluginContractError, PluginWarning, RendezvousTimeoutError
+from parallelkit.errors import (
+    ManifestError,
+    PluginContractError,
+    PluginError,
+    PluginWarning,
+    RendezvousTimeoutError,
+)
 from parallelkit.plugin import (
     DemoSpec,
     ExecutionSpec,
@@ -65,6 +71,22 @@ class TestCollect:
         assert [f.plugin.name for f in failures] == ["b"]
         assert len(record) == 1
         assert [f.plugin.name for f in manager.failures] == ["b"]
+
+    def test_one_that_exits_does_not_end_the_program(self, manager, plug):
+        def leaves():
+            raise SystemExit(3)
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        plug("a", parallelkit_diagnostics=leaves)
+        plug("b", parallelkit_diagnostics=lambda: [Section(title="b", facts={})])
+        with pytest.warns(PluginWarning, match=r"'a'.*SystemExit: 3"):
+            answers, _ = hooks.diagnostics(manager=manager)
+        assert [a.plugin.name for a in answers] == ["b"]
+        plug("c", parallelkit_diagnostics=interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hooks.diagnostics(manager=manager)
 
     def test_answers_are_checked(self, manager, plug):
         plug("a", parallelkit_transports=lambda: candidate("not in a list"))
@@ -194,6 +216,26 @@ class TestFirstResult:
         plug("vendor", parallelkit_weight_sink=lambda target: target)
         with pytest.raises(PluginContractError, match=r"'vendor'.*no WeightSink"):
             hooks.weight_sink(object(), manager=manager)
+
+    @pytest.mark.parametrize("call", [hooks.weight_source, hooks.weight_sink])
+    def test_one_that_raises_is_named(self, manager, plug, call):
+        def fails(**given):
+            raise error
+
+        functions = {
+            "parallelkit_weight_source": lambda model: fails(),
+            "parallelkit_weight_sink": lambda target: fails(),
+        }
+        plug("vendor", **functions)
+        for error in (ZeroDivisionError("oops"), SystemExit("oops")):
+            name = type(error).__name__
+            with pytest.raises(PluginError, match=rf"'vendor'.*{name}: oops") as caught:
+                call(object(), manager=manager)
+            assert caught.value.__cause__ is error
+        error = ManifestError("two tensors share memory")
+        with pytest.raises(ManifestError) as kept:
+            call(object(), manager=manager)
+        assert kept.value is error
 
     def test_order_is_by_distribution_and_name_and_tryfirst(self, manager):
         order = []

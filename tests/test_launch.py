@@ -472,7 +472,7 @@ WRONG = [
         **MASTER,
     ),
     bad("no role", "MS_ROLE", MS_WORKER_NUM="2"),
-    bad("odd role", "MS_ROLE='MS_PSERVER'", "MS_WORKER", **(MSRUN | {"MS_ROLE": "MS_PSERVER"})),
+    bad("odd role", "MS_ROLE is 'MS_PSERVER'", "MS_WORKER", **(MSRUN | {"MS_ROLE": "MS_PSERVER"})),
     bad("ranks differ", "RANK_ID=0", "MS_NODE_ID=1", **(MSRUN | {"RANK_ID": "0"})),
     bad("sizes differ", "RANK_SIZE=3", "MS_WORKER_NUM=2", **(MSRUN | {"RANK_SIZE": "3"})),
     bad(
@@ -533,6 +533,20 @@ def test_contradictions_and_partial_sets(env: Env, mentions: tuple[str, ...]) ->
         read(env)
     for mention in mentions:
         assert mention in str(caught.value)
+
+
+def test_words_about_partial_sets() -> None:
+    with pytest.raises(LaunchError) as caught:
+        read({"LOCAL_RANK": "1"})
+    assert "RANK and WORLD_SIZE not set" in str(caught.value)
+    assert "none" not in str(caught.value)
+    with pytest.raises(LaunchError, match="MS_ROLE is 'foo' .*allowed are 'MS_WORKER' and 'MS_S"):
+        read({"MS_ROLE": "foo"})
+
+
+def test_values_that_are_no_strings() -> None:
+    with pytest.raises(LaunchError, match="RANK=0: a variable's value is a string"):
+        LaunchInfo.from_environ({"RANK": 0})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("size", [65537, 10**30])

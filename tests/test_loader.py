@@ -36,6 +36,7 @@ class TestBrokenEntryPoints:
             ("bad = pk_test_no_such_module", "", "ModuleNotFoundError"),
             ("bad = pk_test_plain:missing", "", "AttributeError"),
             ("bad = pk_test_syntax", "def (:", "SyntaxError"),
+            ("bad = pk_test_exits", "raise SystemExit(3)", "SystemExit: 3"),
         ],
     )
     def test_others_load_and_the_broken_one_is_listed(self, distributions, entry, source, reason):
@@ -78,7 +79,37 @@ class TestBrokenEntryPoints:
 
     def test_malformed_value(self, distributions):
         distributions.add("bbb", "bad = not a module!")
-        assert load(distributions.manager())["bad"].state == "failed"
+        distributions.add("ccc", "p bad!!=??")
+        found = load(distributions.manager())
+        for name, entry in (("bad", "bad = not a module!"), ("p bad!!", "p bad!! = ??")):
+            assert found[name].state == "failed"
+            assert f"`{entry}` is malformed" in found[name].reason
+
+    @pytest.mark.parametrize(
+        "header",
+        ["[parallelkit.plugins", "parallelkit.plugins]", "[ parallelkit.plugins ]"],
+    )
+    def test_broken_header(self, distributions, header):
+        distributions.add("bbb", f"[other]\na = b\n{header}\nfoo = bar\n", version="1.2")
+        (info,) = load(distributions.manager()).values()
+        assert (info.state, info.dist, info.version) == ("failed", "bbb", "1.2")
+        assert "section header" in info.reason
+        assert header in info.reason
+
+    def test_file_that_is_no_text(self, distributions):
+        place = distributions.add("bbb", "foo = bar")
+        (file,) = Path(place).glob("*/entry_points.txt")
+        file.write_bytes(b"[parallelkit.plugins]\nfoo = \xff\xfe\x00")
+        distributions.good("ccc", "last")
+        found = load(distributions.manager())
+        assert found.pop("last").state == "loaded"
+        (info,) = found.values()
+        assert (info.state, info.dist) == ("failed", "bbb")
+        assert "no UTF-8 text" in info.reason
+
+    def test_a_mention_of_the_group_is_no_header(self, distributions):
+        distributions.add("bbb", "[other]\nparallelkit.plugins = some_module\n")
+        assert load(distributions.manager()) == {}
 
     def test_warns_once(self, distributions):
         distributions.add("bbb", "bad = pk_test_nowhere")

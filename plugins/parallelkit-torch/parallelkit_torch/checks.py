@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 
 from parallelkit.errors import CollectiveError, GroupError
+from parallelkit.specs import check_timeout
 from parallelkit_torch.wire import OPS
 
 #: What gloo can combine. It moves everything.
@@ -57,6 +58,8 @@ def source(src: int, world_size: int) -> int:
 
 def members(ranks: Sequence[int], world_size: int) -> list[int]:
     """Check the ranks of a subgroup: one or more, each once, all in the group."""
+    if not isinstance(ranks, Iterable):
+        raise GroupError(f"subgroup got {ranks!r}; it takes a list of ranks")
     wanted = list(ranks)
     good = all(type(r) is int and 0 <= r < world_size for r in wanted)
     if not wanted or not good or len(set(wanted)) != len(wanted):
@@ -71,6 +74,8 @@ def seconds(timeout: float | None, default: float) -> float:
     """Check a call's own timeout."""
     if timeout is None:
         return default
-    if isinstance(timeout, bool) or not 0 < timeout < float("inf"):
-        raise CollectiveError(f"timeout is {timeout!r}; it is a positive number of seconds")
+    try:
+        check_timeout(timeout)
+    except GroupError as error:
+        raise CollectiveError(str(error)) from None
     return timeout

@@ -38,6 +38,7 @@ class _ModuleWeights:
         self._module = module
         self._manifest, self._groups = _describe(slots(module))
         self._unique = self._manifest.unique
+        self._views: dict[int, tuple[int, tuple[int, ...], memoryview]] = {}
 
     @property
     def device(self) -> str:
@@ -50,7 +51,25 @@ class _ModuleWeights:
         The live memory where it is contiguous on the CPU; else a copy, and for a tensor on a
         GPU that is one blocking copy to the host.
         """
-        return tensors.as_bytes(self._tensor(index))
+        tensor = self._tensor(index)
+        view = self._live_view(index, tensor)
+        return tensors.as_bytes(tensor) if view is None else view
+
+    def _live_view(self, index: int, tensor: torch.Tensor) -> memoryview | None:
+        """The tensor's own bytes, as `tensors.live_bytes`; kept while its memory is the same.
+
+        A view keeps its memory alive, so an address that is equal is the same memory.
+        """
+        if tensor.is_conj() or tensor.is_neg():
+            return tensors.live_bytes(tensor)
+        where = tensor.data_ptr()
+        kept = self._views.get(index)
+        if kept is not None and kept[0] == where and kept[1] == tensor.stride():
+            return kept[2]
+        view = tensors.live_bytes(tensor)
+        if view is not None and where:
+            self._views[index] = (where, tensor.stride(), view)
+        return view
 
     def _tensor(self, index: int) -> torch.Tensor:
         """The live tensor, checked to be what the manifest says."""
@@ -242,7 +261,7 @@ class ModuleSink(_ModuleWeights):
     def destination(self, index: int) -> memoryview | None:
         """Return the live bytes of tensor `index`; None if they are no row-major bytes here."""
         self._check_open("destination")
-        return tensors.live_bytes(self._tensor(index))
+        return self._live_view(index, self._tensor(index))
 
     def write(self, index: int, data: memoryview) -> None:
         self._check_open("write")

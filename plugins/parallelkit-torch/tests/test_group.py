@@ -76,6 +76,8 @@ def test_wrong_arguments(group: TorchProcessGroup) -> None:
         (lambda: group.reduce_scatter(torch.ones(())), "dim 0 must divide"),
         (lambda: group.barrier(timeout=0), "timeout is 0"),
         (lambda: group.barrier(timeout=float("nan")), "timeout is nan"),
+        (lambda: group.barrier(timeout="x"), "timeout is 'x'"),  # type: ignore[arg-type]
+        (lambda: group.barrier(timeout=1e300), "timeout is 1e"),
     ]:
         with pytest.raises(CollectiveError, match=said):
             call()
@@ -87,6 +89,11 @@ def test_wrong_arguments(group: TorchProcessGroup) -> None:
 def test_wrong_subgroups(group: TorchProcessGroup, ranks: list[int]) -> None:
     with pytest.raises(GroupError, match="each once"):
         group.subgroup(ranks)
+
+
+def test_subgroup_of_no_list(group: TorchProcessGroup) -> None:
+    with pytest.raises(GroupError, match="list of ranks"):
+        group.subgroup(0)  # type: ignore[arg-type]
 
 
 def test_subgroup_of_one(group: TorchProcessGroup) -> None:

@@ -1,6 +1,5 @@
 """Three ranks: every collective, what it refuses, subgroups, and leaving without closing."""
 
-# ruff: noqa: PT017  (a script of its own, without pytest)
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
 """What a rank sees when others are late, killed, stopped, or never come. `argv[1]` is the case."""
 
-# ruff: noqa: PT017  (a script of its own, without pytest)
 from __future__ import annotations
 
 import os

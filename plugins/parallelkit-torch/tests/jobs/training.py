@@ -1,6 +1,5 @@
 """Two ranks of data parallel: what gradients, names, loaders and orders are."""
 
-# ruff: noqa: PT017  (a script of its own, without pytest)
 from __future__ import annotations
 
 import copy
