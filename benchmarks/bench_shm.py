@@ -177,7 +177,7 @@ def columns(
 
 
 def memcpy(nbytes: int) -> Callable[[], None]:
-    """Copy `nbytes` between two warm buffers of numpy's (in huge pages where it gets them)."""
+    """Copy `nbytes` between two warm buffers of numpy's, in one call."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     return lambda: np.copyto(target, source)
 
@@ -186,7 +186,7 @@ def time_copy(nbytes: int, threads: int, *, from_segment: bool = False) -> Timin
     """A copy on several threads; with `from_segment` between pages as an update has them.
 
     That is the limit of an aliased update without digests: from a shared segment into private
-    memory, both in pages of 4 KiB, nothing else done.
+    memory, both in pages of 4 KiB, in parts of 8 MiB, nothing else done.
     """
     if from_segment:
         segment = Segment.create(nbytes)

@@ -190,6 +190,7 @@ class ModuleSource(_ModuleWeights):
         for group, home in zip(self._groups, homes, strict=True):
             for tensor in {id(slot.tensor): slot.tensor for slot in group}.values():
                 tensor.data = home
+        self._views.clear()
         self._adopted = list(self._all_tensors())
         self._homes = {home.untyped_storage().data_ptr() for home in homes if home.numel()}
 
@@ -209,6 +210,7 @@ class ModuleSource(_ModuleWeights):
                 homes[was] = tensor.detach().clone()
             tensor.data = homes[was]
         self._adopted, self._homes = [], set()
+        self._views.clear()
 
     def _is_home(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._homes
