@@ -32,6 +32,8 @@ from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan
 
 _SERVE_POLL_SECONDS = 0.5
+#: A subscriber waits this much longer than the publisher, whose word on a deadline comes first.
+_GRACE_SECONDS = 1.0
 
 
 @attrs.frozen
@@ -366,7 +368,7 @@ class WeightSubscriber:
 
     def _await(self, update: _Round, kind: type[Any], what: str) -> None:
         """Wait for one message of this update."""
-        deadline = time.monotonic() + update.timeout
+        deadline = time.monotonic() + update.timeout + _GRACE_SECONDS
         while True:
             message = self._client.receive(deadline)
             if message is None:
