@@ -28,7 +28,10 @@ def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.Publisher
         return None
     unknown = sorted(set(spec.options) - {"named"})
     if unknown:
-        raise TransportError(f"transport 'shm' has no option {', '.join(unknown)}; it has: named")
+        raise TransportError(
+            f"publish_weights has no argument {', '.join(unknown)}, and transport 'shm' no such "
+            "option; its arguments are in help(parallelkit.publish_weights), the option is: named"
+        )
     return shm.ShmPublisher(spec.nbytes, named=bool(spec.options.get("named", False)))
 
 

@@ -167,9 +167,14 @@ def list_entries(path: Sequence[str] | None = None) -> list[Entry]:
 
 def _name_of(dist: metadata.Distribution) -> str:
     """Return the distribution's name, from its folder where the metadata is missing."""
-    name = dist.metadata["Name"] if dist.read_text("METADATA") else None
+    name = dist.metadata["Name"] if _has_metadata(dist) else None
     folder = getattr(dist, "_path", None)
     return name or (folder.name.partition("-")[0] if folder is not None else "unknown")
+
+
+def _has_metadata(dist: metadata.Distribution) -> bool:
+    """Tell whether a name is on file: `PKG-INFO` is that of an `.egg-info`, in a checkout."""
+    return bool(dist.read_text("METADATA") or dist.read_text("PKG-INFO"))
 
 
 def _is_visible(dist: metadata.Distribution, name: str, where: Mapping[str, Any]) -> bool:
@@ -183,7 +188,7 @@ def _is_visible(dist: metadata.Distribution, name: str, where: Mapping[str, Any]
 def _entries_of(dist: metadata.Distribution, name: str) -> list[Entry]:
     version = ""
     try:
-        version = (dist.metadata["Version"] or "") if dist.read_text("METADATA") else ""
+        version = (dist.metadata["Version"] or "") if _has_metadata(dist) else ""
         header = _broken_header(dist.read_text("entry_points.txt") or "")
         if header:
             raise ValueError(f"{header!r} is not the section header '[{GROUP}]'")

@@ -545,3 +545,19 @@ class TestManager:
 
     def test_errors_are_plugin_errors(self):
         assert issubclass(PluginLoadError, PluginError)
+
+
+def test_a_checkout_under_the_current_folder_is_the_installed_distribution(tmp_path, monkeypatch):
+    """An `.egg-info`, as an editable install leaves it, has its name in PKG-INFO."""
+    from parallelkit.discovery import list_entries
+
+    for folder, file in (
+        ("site/mine-1.0.dist-info", "METADATA"),
+        ("src/mine.egg-info", "PKG-INFO"),
+    ):
+        info = tmp_path / folder
+        info.mkdir(parents=True)
+        (info / file).write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[parallelkit.plugins]\nmine = mine.plugin\n")
+    found = list_entries([str(tmp_path / "src"), str(tmp_path / "site")])
+    assert [(e.dist, e.version, e.name) for e in found] == [("mine", "1.0", "mine")]

@@ -197,7 +197,7 @@ def check_exact(published: Manifest, needed: Manifest, *, limit: int = 20) -> No
     raise ManifestMismatchError(
         f"the published manifest is not what the target needs, {len(lines)} difference(s):\n  "
         + "\n  ".join(shown)
-        + "\nNothing was touched. Publish the same model, or rename with the source's options.",
+        + "\nNothing was touched. Publish and subscribe the same model.",
         differences=lines,
     )
 

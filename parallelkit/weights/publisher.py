@@ -83,6 +83,7 @@ def publish_weights(
     Raises:
         NoBackendError: no plugin knows the model's type.
         ManifestError: the model has nothing to publish, or something that cannot be.
+        NotInitializedError: a launcher started several ranks, and no process group is open.
         RankMismatchError: the ranks' models differ.
         TransportError: no transport, no memory, or the endpoint cannot be used.
         WeightTransferError: an argument is not one of those allowed.
@@ -409,6 +410,13 @@ def _current_group() -> ProcessGroup | None:
     try:
         return groups.current_group()
     except NotInitializedError:
+        launch = groups.read_launch()
+        if launch.world_size > 1:
+            raise NotInitializedError(
+                f"{launch.launcher} started {launch.world_size} ranks and no process group is "
+                "open: each rank would publish on its own. Call pk.init_process_group() first; it "
+                "adopts a group of torch.distributed, as DDP, Accelerate and Fabric make it"
+            ) from None
         return None
 
 

@@ -904,3 +904,14 @@ def test_a_group_that_is_none_is_refused(bench):
 
     with pytest.raises(GroupError, match="group is a str"):
         publish_weights(bench.source, group="trainers")
+
+
+def test_several_ranks_without_a_group_do_not_publish_apart(bench, monkeypatch):
+    from parallelkit.errors import NotInitializedError
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(NotInitializedError, match="each rank would publish on its own"):
+        publish_weights(bench.source)
