@@ -264,9 +264,7 @@ def test_check_exact_lists_all_and_caps_the_message():
     assert "... and 35 more" in text
     assert text.count("missing:") == 10
     assert "unknown:" not in text
-    assert text.endswith(
-        "Nothing was touched. Publish the same model, or rename with the source's options."
-    )
+    assert text.endswith("Nothing was touched. Publish and subscribe the same model.")
 
 
 def test_a_short_list_is_shown_whole():
