@@ -105,20 +105,26 @@ def step_tables(result: Result) -> list[str]:
 def shm_tables(result: Result) -> list[str]:
     case = ("size", "kind", "tensors", "verify", "aliased", "update ms")
     updates = (*case, "low ms", "high ms", "GB/s", "of memcpy", "times pickle")
-    phases = sorted({name for row in result["rows"] for name in row["phases ms"]}, key=_phase)
+    rows = result["rows"]
+    phases = sorted({name for row in rows for name in row["phases ms"]}, key=_phase)
     peers = [name for name in result["parameters"]["peers"][0] if name != "cores busy before"]
     fits = ("verify", "aliased", "fixed ms", "overhead µs", "bandwidth GB/s", "worst error")
     return [
-        markdown(updates, result["rows"]),
+        markdown(updates, rows),
         goal_table(result),
         "The peers and limits of the same run:",
         markdown(peers, result["parameters"]["peers"]),
         "Seconds = fixed + tensors × overhead + bytes / bandwidth, fitted to each variant's rows:",
         markdown(fits, result["parameters"]["fits"]),
-        "Phases, median milliseconds; (prepare) and (pause) are the follower's, by its own clock, "
+        "Phases, medians; (prepare) and (pause) are the follower's, by its own clock, "
         "inside verify or digest and inside commit:",
-        markdown((*case, *phases), [row | row["phases ms"] for row in result["rows"]]),
+        markdown((*case, *(f"{name} ms" for name in phases)), [row | _named(row) for row in rows]),
     ]
+
+
+def _named(row: Row) -> Row:
+    """A row's phases under names that are no column's: there is a phase `verify`, too."""
+    return {f"{name} ms": value for name, value in row["phases ms"].items()}
 
 
 def _phase(name: str) -> int:
