@@ -105,7 +105,7 @@ class Coordinator:
 
     def update(self, version: int) -> TransferReport:
         """Bring every member of a complete group to `version`. Blocks, see `WeightPublisher`."""
-        started = time.time()
+        started, clock = time.time(), time.monotonic()
         self.server.check()
         self._dismiss_broken_groups()
         self._source.begin()
@@ -120,6 +120,7 @@ class Coordinator:
             members=self.members.ready_for_update(),
             timeout=self.settings.timeout,
         )
+        update.phases["look"] = time.monotonic() - clock
         wanted = wanted_blocks(self.settings.verify, self.plan, self._run_id, version)
         try:
             digests = self._prepare(update, wanted)

@@ -41,7 +41,8 @@ class TransferReport:
         nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
         transport, verify: as used.
         verified: what the digests covered, in words.
-        phases: seconds by phase, in order: `begin`, `stage`, `ready`, `digest`, `verify`, `commit`.
+        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage`, `ready`,
+            `digest`, `verify`, `commit`.
         started_at: Unix time of the start, in seconds.
         members: every member that took part.
         changed_ratio: share of the bytes in blocks whose digest differs from the last committed

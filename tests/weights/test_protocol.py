@@ -899,6 +899,17 @@ def test_a_version_that_is_here_already_is_refused(bench):
         bench.update()
 
 
+def test_the_report_accounts_for_the_whole_update(bench, monkeypatch):
+    publisher = bench.publish()
+    bench.follow()
+    monkeypatch.setattr(bench.source, "begin", lambda: time.sleep(0.3), raising=False)
+    started = time.monotonic()
+    report = bench.update()
+    assert report.phases["look"] >= 0.3
+    assert 0.3 <= report.seconds <= time.monotonic() - started
+    assert publisher.version == 1
+
+
 def test_a_group_that_is_none_is_refused(bench):
     from parallelkit.errors import GroupError
 
