@@ -4,7 +4,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PLUGINS := plugins/parallelkit-torch plugins/parallelkit-mindspore plugins/parallelkit-vllm
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-SOURCES := parallelkit $(PLUGINS) tests benchmarks examples
 
 .PHONY: demo test test-all lint types unit clean
 

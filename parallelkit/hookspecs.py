@@ -129,7 +129,10 @@ def parallelkit_connect_transport(name: str, offer: bytes) -> protocols.Subscrib
 
 @hookspec(firstresult=True)
 def parallelkit_engine_client(target: Any) -> protocols.EngineClient | None:
-    """Control an inference engine for `publisher.attach(target)`. *First result.*"""
+    """Control an inference engine for `publisher.attach(target)`. *First result.*
+
+    Not called in this release: `attach` refuses every engine.
+    """
 
 
 # --- people ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class ControlClient:
     """A subscriber's end. Used by one thread at a time."""
 
     def __init__(self, ticket: Ticket, timeout: float) -> None:
-        self.endpoint = ticket.endpoint
+        self.peer = f"publisher at {ticket.endpoint}"  #: as messages and errors name it
         self._timeout = timeout
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
@@ -116,7 +116,7 @@ class ControlClient:
                 event == zmq.EVENT_DISCONNECTED and not self._greeted
             ):
                 self._gone = TicketError(
-                    f"the publisher at {self.endpoint} refused the encrypted handshake: the "
+                    f"the {self.peer} refused the encrypted handshake: the "
                     "ticket was altered, or belongs to a publisher that is gone"
                 )
                 ended = True
@@ -128,5 +128,4 @@ class ControlClient:
         return ended
 
     def _lost(self, what: str) -> PeerLostError:
-        name = f"publisher at {self.endpoint}"
-        return PeerLostError(f"the {name} {what}", peers=[name])
+        return PeerLostError(f"the {self.peer} {what}", peers=[self.peer])

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import zmq
@@ -78,20 +78,17 @@ class Inbox:
                 self._queue.get_nowait()
 
 
-class Desk:
+class Desk(Protocol):
     """Decides about messages in the server's thread; see `parallelkit.weights.members`."""
 
     def receive(self, route: bytes, message: m.ToPublisher) -> list[tuple[bytes, Any]]:
         """Handle a message; return answers to send."""
-        raise NotImplementedError
 
     def known(self, route: bytes) -> bool:
         """Whether the peer has shown a ticket."""
-        raise NotImplementedError
 
     def lost(self, route: bytes) -> None:
         """A connection ended."""
-        raise NotImplementedError
 
 
 def encoded(answers: list[tuple[bytes, Any]]) -> list[tuple[bytes, bytes]]:

@@ -120,7 +120,7 @@ def _expect(client: ControlClient, kind: type[Any], deadline: float, timeout: fl
         raise m.error_of(message)
     if message is None:
         raise UpdateTimeoutError(
-            f"the publisher at {client.endpoint} did not answer within {timeout:g} s",
-            missing=[f"publisher at {client.endpoint}"],
+            f"the {client.peer} did not answer within {timeout:g} s",
+            missing=[client.peer],
         )
     raise ProtocolError(f"the publisher answered with {type(message).__name__}")

@@ -8,22 +8,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from parallelkit import errors, groups, hooks
+from parallelkit import groups, hooks
 from parallelkit.errors import (
     CollectiveError,
     GroupError,
     NoBackendError,
     NotInitializedError,
-    ParallelKitError,
-    PartialCommitError,
     PeerLostError,
     RankMismatchError,
     StateError,
     UnsupportedFeatureError,
-    UpdateAbortedError,
     WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, WeightSource
+from parallelkit.weights.collective import agree, pack_error, unpack_error
 from parallelkit.weights.coordinator import (
     TICKET_SECONDS,
     Coordinator,
@@ -116,7 +114,7 @@ def publish_weights(
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:
-        _agree(group, mine, problem)
+        agree(group, mine, problem)
     if found is None:
         raise problem or WeightTransferError("nothing to publish")
     return WeightPublisher(*found, settings, group)
@@ -346,7 +344,7 @@ class WeightPublisher:
             try:
                 result = work()
             except Exception as error:
-                self._group.broadcast_object(_pack_error(error) | {"version": self._version})
+                self._group.broadcast_object(pack_error(error) | {"version": self._version})
                 raise
             packed = result.to_dict() if isinstance(result, TransferReport) else None
             self._group.broadcast_object({"report": packed, "version": self._version})
@@ -364,7 +362,7 @@ class WeightPublisher:
         version = outcome["version"]
         self._version = version if isinstance(version, int) else self._version
         if "error" in outcome:
-            raise _unpack_error(outcome)
+            raise unpack_error(outcome)
         told = outcome["report"]
         if not isinstance(told, dict):
             return None  # type: ignore[return-value]
@@ -381,19 +379,6 @@ class WeightPublisher:
             raise StateError(f"{what} after close(): publish again with pk.publish_weights")
         if self._pid != os.getpid():
             raise StateError(f"{what} in a forked child: a publisher belongs to one process")
-
-
-def _agree(group: ProcessGroup, mine: str, problem: Exception | None) -> None:
-    """Let every rank know what every rank is about to publish; all go on, or none does."""
-    said = [str(group.broadcast_object(mine, src)) for src in range(group.world_size)]
-    if problem is not None:
-        raise problem
-    if len(set(said)) > 1:
-        table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
-        raise RankMismatchError(
-            f"the ranks do not publish the same model with the same arguments:\n{table}\n"
-            "With replicas every rank publishes the same model in the same way"
-        )
 
 
 def _source_of(model: Any) -> WeightSource:
@@ -428,29 +413,3 @@ def _abandon(coordinator: Coordinator, pid: int) -> None:
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise WeightTransferError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
-
-
-def _pack_error(error: Exception) -> dict[str, Any]:
-    packed: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
-    if isinstance(error, UpdateAbortedError):
-        packed["failures"] = error.failures
-    if isinstance(error, PartialCommitError) and isinstance(error.report, TransferReport):
-        packed["report"] = error.report.to_dict()
-    return packed
-
-
-def _unpack_error(packed: dict[str, Any]) -> ParallelKitError:
-    kind = _ERRORS.get(str(packed["error"]), WeightTransferError)
-    message = f"{packed['message']} (as rank 0 reports)"
-    if issubclass(kind, UpdateAbortedError):
-        return kind(message, failures=packed.get("failures"))
-    if issubclass(kind, PartialCommitError):
-        return kind(message, report=report_from_dict(packed["report"]))
-    return kind(message)
-
-
-_ERRORS: Final[dict[str, type[ParallelKitError]]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, ParallelKitError)
-}

@@ -78,6 +78,9 @@ class WeightSubscriber:
         self._lock = threading.RLock()
         self._using = 0
         self._stepping = False
+        # A step that ends and a close from elsewhere may both come to release.
+        self._releasing = threading.RLock()
+        self._released = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # Guards what the thread staged; never held while live memory is used.
@@ -128,7 +131,9 @@ class WeightSubscriber:
         try:
             return self._step(deadline, seconds)
         finally:
-            self._end_step()
+            self._stepping = False
+            if self._closed:
+                self._release()
 
     def _step(self, deadline: float, seconds: float) -> int:
         begin = self._await_begin(deadline)
@@ -136,18 +141,13 @@ class WeightSubscriber:
             if seconds == 0:
                 return self._version
             raise UpdateTimeoutError(
-                f"the publisher at {self._client.endpoint} began no update within {seconds:g} s; "
+                f"the {self._client.peer} began no update within {seconds:g} s; "
                 f"version {self._version} is live",
-                missing=[f"publisher at {self._client.endpoint}"],
+                missing=[self._client.peer],
             )
         with self._lock:
             self._take_part(begin, staged=False)
         return self._version
-
-    def _end_step(self) -> None:
-        self._stepping = False
-        if self._closed:
-            self._release()
 
     def serve(self) -> None:
         """Take part in every update from a thread, into memory of our own.
@@ -201,6 +201,10 @@ class WeightSubscriber:
             self._release()
 
     def _release(self) -> None:
+        with self._releasing:
+            if self._released:
+                return
+            self._released = True
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
         with contextlib.suppress(ParallelKitError):
@@ -341,7 +345,7 @@ class WeightSubscriber:
                     raise UpdateTimeoutError(
                         f"no new version was staged within {seconds:g} s; version "
                         f"{self._version} is live",
-                        missing=[f"publisher at {self._client.endpoint}"],
+                        missing=[self._client.peer],
                     )
                 self._staged.wait(left)
         self._flip()
@@ -356,8 +360,6 @@ class WeightSubscriber:
             except PeerLostError as error:
                 self._keep_error(error)
                 return
-            except UpdateAbortedError as error:
-                self._keep_error(error)
             except BaseException as error:
                 self._keep_error(error)
 
@@ -373,9 +375,9 @@ class WeightSubscriber:
             message = self._client.receive(deadline)
             if message is None:
                 raise UpdateTimeoutError(
-                    f"the publisher at {self._client.endpoint} sent no {what} of version "
+                    f"the {self._client.peer} sent no {what} of version "
                     f"{update.version} within {update.timeout:g} s",
-                    missing=[f"publisher at {self._client.endpoint}"],
+                    missing=[self._client.peer],
                 )
             self._refuse_close(message)
             if getattr(message, "epoch", None) != update.epoch:
@@ -410,10 +412,9 @@ class WeightSubscriber:
 
     def _refuse_close(self, message: Any) -> None:
         if isinstance(message, m.Close):
-            name = f"publisher at {self._client.endpoint}"
-            raise PeerLostError(
-                f"the {name} ended this subscription: {message.reason}", peers=[name]
-            )
+            peer = self._client.peer
+            text = f"the {peer} ended this subscription: {message.reason}"
+            raise PeerLostError(text, peers=[peer])
         if isinstance(message, m.Refused):
             raise m.error_of(message)
 
