@@ -122,6 +122,18 @@ class PlanError(ParallelKitError):
     """The degrees of a parallel plan are impossible for the world size."""
 
 
+class LayoutError(PlanError):
+    """A tensor layout matches nothing, is unknown, or does not divide the layer it is for."""
+
+
+class StageError(PlanError):
+    """A model cannot be cut into the pipeline stages asked for."""
+
+
+class CheckpointError(ParallelKitError):
+    """A checkpoint cannot be written there, is incomplete, or is not this model's."""
+
+
 class DataShardError(ParallelKitError):
     """A data set cannot be sharded as asked."""
 
