@@ -13,6 +13,10 @@ class ParallelKitError(Exception):
     """Base of every error that parallelkit raises on purpose."""
 
 
+class OutputError(ParallelKitError):
+    """A file that was asked for cannot be written."""
+
+
 class PluginWarning(UserWarning):
     """A plugin is left out, or one of its hooks raised; the others go on."""
 
@@ -134,8 +138,40 @@ class CheckpointError(ParallelKitError):
     """A checkpoint cannot be written there, is incomplete, or is not this model's."""
 
 
+class NoPlanError(PlanError):
+    """No plan fits the memory and the limits given; the message has the smallest need found.
+
+    Attributes:
+        needed_bytes: memory per device that the most frugal possible plan needs; None where no
+            degrees are possible whatever the memory.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
 class DataShardError(ParallelKitError):
     """A data set cannot be sharded as asked."""
+
+
+class DataStateError(DataShardError):
+    """A loader's saved state is damaged, or belongs to other data or settings.
+
+    Attributes:
+        differences: one line for each difference.
+    """
+
+    def __init__(self, message: str, *, differences: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+
+class UnknownLengthError(DataShardError, TypeError):
+    """The number of batches of a stream without `__len__` was asked for.
+
+    A `TypeError` too, as Python's `len` and `list` expect of what has no length.
+    """
 
 
 class ExecutionModeError(ParallelKitError):

@@ -3,6 +3,9 @@
 A rank is a number in mixed radix: the axes `pipeline, data, data_shard, context, tensor`, in this
 order, are its digits, `tensor` the fastest. `expert` is no digit of its own: it re-divides the
 ranks of the data axes for expert layers. Everything is computed when asked for, by arithmetic.
+
+A plan may lie inside a wider world, next to other plans or to ranks that take no part: `offset` is
+then its first rank, and every rank a plan takes or returns is a rank of that wider world.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class ParallelPlan:
         context: parts of a sequence.
         tensor: parts of a layer.
         expert: groups of experts; divides `data * data_shard`.
+        offset: the first rank; 0 unless the plan lies inside a wider world.
 
     Raises:
         PlanError: the degrees are impossible for the world size or the mode.
@@ -54,8 +58,10 @@ class ParallelPlan:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    offset: int = 0
 
     def __attrs_post_init__(self) -> None:
+        _positive("offset", self.offset, least=0)
         for name in ("world_size", *_ALL):
             _positive(name, getattr(self, name))
         product = math.prod(self.degree(axis) for axis in AXES)
@@ -78,9 +84,24 @@ class ParallelPlan:
         return {axis: self.degree(axis) for axis in _ALL}
 
     @property
+    def ranks(self) -> range:
+        """The ranks of the plan, `world_size` of them from `offset` on."""
+        return range(self.offset, self.offset + self.world_size)
+
+    @property
     def data_shard_count(self) -> int:
         """Into how many parts the data set is cut."""
         return self.data * self.data_shard
+
+    @property
+    def title(self) -> str:
+        """The plan in one line: mode, ranks, and the axes that have more than one."""
+        axes = [axis for axis in AXES if self.degree(axis) > 1]
+        by = " x ".join(f"{axis} {self.degree(axis)}" for axis in axes)
+        title = f"{self.mode}: {self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
+        title += f" from {self.offset} on" if self.offset else ""
+        title += f" = {by}" if by else ""
+        return title + (f", expert {self.expert} over data x data_shard" * (self.expert > 1))
 
     def degree(self, axis: str) -> int:
         """Return the degree of an axis.
@@ -102,7 +123,7 @@ class ParallelPlan:
             >>> plan(8, pipeline=2, tensor=2).coordinates(5)
             {'pipeline': 1, 'data': 0, 'data_shard': 0, 'context': 0, 'tensor': 1, 'expert': 0}
         """
-        rest = _index("rank", rank, self.world_size)
+        rest = self._place(rank)
         digits = {}
         for axis in reversed(AXES):
             rest, digits[axis] = divmod(rest, self.degree(axis))
@@ -142,7 +163,7 @@ class ParallelPlan:
                 f"expert coordinate {coordinates['expert']!r} contradicts data={place['data']}, "
                 f"data_shard={place['data_shard']}, which imply {implied}"
             )
-        return rank
+        return rank + self.offset
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that differ on the given axes only.
@@ -159,6 +180,8 @@ class ParallelPlan:
         Example:
             >>> plan(8, tensor=2, data_shard=2).groups("data", "data_shard")
             ((0, 2, 4, 6), (1, 3, 5, 7))
+            >>> plan(4, tensor=2, offset=1).groups("tensor")
+            ((1, 2), (3, 4))
         """
         for axis in axes:
             self.degree(axis)
@@ -170,7 +193,8 @@ class ParallelPlan:
         digits = self._digits(expert="expert" in axes)
         inside = _offsets((degree, stride) for axis, degree, stride in digits if axis in axes)
         starts = _offsets((degree, stride) for axis, degree, stride in digits if axis not in axes)
-        return tuple(tuple(start + offset for offset in inside) for start in starts)
+        first = self.offset
+        return tuple(tuple(first + start + step for step in inside) for start in starts)
 
     def data_shard_index(self, rank: int) -> int:
         """Return which part of the data set a rank loads, 0 to `data_shard_count - 1`.
@@ -181,14 +205,14 @@ class ParallelPlan:
             >>> [plan(8, tensor=2, data_shard=2).data_shard_index(rank) for rank in range(8)]
             [0, 0, 1, 1, 2, 2, 3, 3]
         """
-        _index("rank", rank, self.world_size)
-        return rank // (self.context * self.tensor) % self.data_shard_count
+        return self._place(rank) // (self.context * self.tensor) % self.data_shard_count
 
     def to_json(self) -> str:
-        """Return mode, world size and degrees, from which all else follows, as JSON."""
+        """Return mode, world size, offset and degrees, from which all else follows, as JSON."""
         return json.dumps(
             {
                 "world_size": self.world_size,
+                "offset": self.offset,
                 "mode": self.mode,
                 "axes": list(AXES),
                 "degrees": dict(self.degrees),
@@ -198,13 +222,9 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         axes = [axis for axis in _ALL if self.degree(axis) > 1]
-        by = " x ".join(f"{axis} {self.degree(axis)}" for axis in axes if axis != "expert")
-        title = f"{self.mode}: {self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
-        title += f" = {by}" if by else ""
-        title += f", expert {self.expert} over data x data_shard" if self.expert > 1 else ""
         header = ["rank", *axes, "data part"]
         rows = [header]
-        for rank in range(min(self.world_size, _ROWS)):
+        for rank in self.ranks[:_ROWS]:
             place = self.coordinates(rank)
             part = f"{self.data_shard_index(rank)} of {self.data_shard_count}"
             rows.append([str(rank), *(str(place[axis]) for axis in axes), part])
@@ -212,7 +232,11 @@ class ParallelPlan:
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
         if self.world_size > _ROWS:
             lines.append(f"... and {self.world_size - _ROWS:,} more")
-        return "\n".join([title, *lines])
+        return "\n".join([self.title, *lines])
+
+    def _place(self, rank: SupportsIndex) -> int:
+        """Return a rank's number inside the plan, 0 to `world_size - 1`."""
+        return _index("rank", rank, self.world_size, first=self.offset) - self.offset
 
     def _data_index(self, coordinates: Mapping[str, int]) -> int:
         return coordinates["data"] * self.data_shard + coordinates["data_shard"]
@@ -243,6 +267,7 @@ def plan(
     context: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    offset: int = 0,
 ) -> ParallelPlan:
     """Lay out `world_size` ranks over the axes. Pure: no device, group or framework is touched.
 
@@ -254,6 +279,8 @@ def plan(
         pipeline, data_shard, context, tensor: degrees; one of all may be -1, to be inferred.
         data: degree; None is -1, or 1 where another axis is -1.
         expert: degree, which divides `data * data_shard`; -1 for all of it.
+        offset: the first rank, where the plan lies inside a wider world; its ranks are then
+            `offset` to `offset + world_size - 1`.
 
     Raises:
         PlanError: the degrees are impossible for the world size or contradict the mode.
@@ -291,7 +318,8 @@ def plan(
     if mode is None:
         wide = any(degree > 1 for axis, degree in degrees.items() if axis != "data")
         mode = "hybrid" if wide else "standalone" if world_size == 1 else "data"
-    return ParallelPlan(world_size=world_size, mode=mode, **degrees)
+    offset = _positive("offset", offset, least=0)
+    return ParallelPlan(world_size=world_size, mode=mode, offset=offset, **degrees)
 
 
 def _infer(degrees: dict[str, int], world_size: int) -> None:
@@ -327,25 +355,30 @@ def _check_mode(made: ParallelPlan) -> None:
         )
 
 
-def _positive(name: str, value: SupportsIndex, *, or_minus_one: bool = False) -> int:
-    allowed = "a positive integer, or -1 to be inferred" if or_minus_one else "a positive integer"
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or (number < 1 and not (or_minus_one and number == -1)):
+def _positive(
+    name: str, value: SupportsIndex, *, least: int = 1, or_minus_one: bool = False
+) -> int:
+    number = _integer(value)
+    if number is None or (number < least and not (or_minus_one and number == -1)):
+        allowed = "a positive integer" if least else "0 or a positive integer"
+        allowed += ", or -1 to be inferred" if or_minus_one else ""
         raise PlanError(f"{name} is {value!r}; allowed is {allowed}")
     return number
 
 
-def _index(name: str, value: SupportsIndex, size: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if isinstance(value, bool) or not 0 <= number < size:
-        raise PlanError(f"{name} is {value!r}; allowed is 0 to {size - 1}")
+def _index(name: str, value: SupportsIndex, size: int, *, first: int = 0) -> int:
+    number = _integer(value)
+    if number is None or not first <= number < first + size:
+        raise PlanError(f"{name} is {value!r}; allowed is {first} to {first + size - 1}")
     return number
+
+
+def _integer(value: SupportsIndex) -> int | None:
+    """Return an integer of any library as int; None for what is none, bool included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:

@@ -26,6 +26,7 @@ ROWS = {
     "import": {"module", "wall ms", "booked ms", "of torch", "samples"},
     "hooks": {"way", "plugins", "µs", "of method"},
     "step": {"mode", "arm", "ms a step", "ratio", "ratio low", "ratio high"},
+    "plan": {"ranks", "what", "ms", "low ms", "high ms"},
     "shm": {"size", "kind", "tensors", "nbytes", "verify", "aliased", "update ms", "of memcpy"}
     | {"times pickle", "phases ms"},
 }

@@ -267,6 +267,32 @@ class TestPlan:
         assert captured.out == ""
         assert captured.err.startswith("parallelkit plan: ")
 
+    def test_world_size_by_name(self, capsys):
+        argv = ["plan", "--world-size", "64", "--tensor", "8", "--pipeline", "2", "--offset", "8"]
+        assert main(argv) == 0
+        assert "64 ranks from 8 on = pipeline 2 x data 4 x tensor 8" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("argv", [[], ["8", "--world-size", "8"], ["eight"]])
+    def test_world_size_once(self, argv, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", *argv])
+        assert caught.value.code == 2
+        assert "world_size" in capsys.readouterr().err
+
+    def test_svg(self, tmp_path, capsys):
+        path = tmp_path / "plan.svg"
+        assert main(["plan", "4", "--tensor", "2", "--svg", str(path)]) == 0
+        assert "data 2 x tensor 2" in capsys.readouterr().out
+        assert main(["plan", "4", "--tensor", "2", "--svg", "-"]) == 0
+        assert path.read_text() == capsys.readouterr().out
+        assert path.read_text().startswith("<svg ")
+
+    def test_svg_that_cannot_be_written(self, tmp_path, capsys):
+        assert main(["plan", "4", "--svg", str(tmp_path / "no" / "plan.svg")]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "cannot be written" in captured.err
+
 
 class TestMain:
     def test_one_message_without_a_traceback(self):

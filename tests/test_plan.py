@@ -9,6 +9,8 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -285,6 +287,37 @@ def test_data_parts(made: ParallelPlan) -> None:
         assert all(len({parts[rank] for rank in group}) == 1 for group in made.groups(axis))
 
 
+def shapes(world: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `world` as a product of so many degrees."""
+    if axes == 1:
+        yield (world,)
+        return
+    for degree in range(1, world + 1):
+        if world % degree == 0:
+            for rest in shapes(world // degree, axes - 1):
+                yield (degree, *rest)
+
+
+def test_every_shape_up_to_64_ranks() -> None:
+    count = 0
+    for world in range(1, 65):
+        ranks = np.arange(world)
+        for degrees in shapes(world, len(AXES)):
+            made = plan(world, **dict(zip(AXES, degrees, strict=True)))  # type: ignore[arg-type]
+            cube = ranks.reshape(degrees)  # numpy's row-major order is the reference
+            for number, axis in enumerate(AXES):
+                want = np.moveaxis(cube, number, -1).reshape(-1, degrees[number])
+                assert np.array_equal(made.groups(axis), want)
+            parts = np.broadcast_to(
+                np.arange(made.data_shard_count).reshape(1, *degrees[1:3], 1, 1), degrees
+            )
+            assert [made.data_shard_index(rank) for rank in made.ranks] == parts.ravel().tolist()
+            last = made.coordinates(world - 1)
+            assert tuple(last[axis] for axis in AXES) == tuple(d - 1 for d in degrees)
+            count += 1
+    assert count > 3000
+
+
 @pytest.mark.parametrize("only", AXES)
 @pytest.mark.parametrize("view", ALL)
 def test_every_view_works_when_every_other_degree_is_one(only: str, view: str) -> None:
@@ -298,10 +331,43 @@ def test_every_view_works_when_every_other_degree_is_one(only: str, view: str) -
     assert made.data_shard_count == (4 if only in DATA_AXES else 1)
 
 
-def test_an_offset_of_a_plan_is_a_bijection() -> None:
-    made = plan(4, data=2, tensor=2)
+def test_a_plan_inside_a_wider_world() -> None:
+    made = plan(4, data=2, tensor=2, offset=1)
+    assert list(made.ranks) == [1, 2, 3, 4]
     places = [{"data": d, "tensor": t} for d in range(2) for t in range(2)]
-    assert {made.rank_of(place) + 1 for place in places} == {1, 2, 3, 4}
+    assert [made.rank_of(place) for place in places] == [1, 2, 3, 4]
+    assert [made.data_shard_index(rank) for rank in made.ranks] == [0, 0, 1, 1]
+    assert made.groups("tensor") == ((1, 2), (3, 4))
+    assert made.groups("data") == ((1, 3), (2, 4))
+    assert made.groups("data", "tensor") == ((1, 2, 3, 4),)
+    assert made.groups("context") == ((1,), (2,), (3,), (4,))
+    assert str(made).splitlines()[:3] == [
+        "hybrid: 4 ranks from 1 on = data 2 x tensor 2",
+        "rank  data  tensor  data part",
+        "   1     0       0     0 of 2",
+    ]
+    assert json.loads(made.to_json())["offset"] == 1
+    for rank in (0, 5):
+        with pytest.raises(PlanError, match=f"rank is {rank}; allowed is 1 to 4"):
+            made.coordinates(rank)
+    for offset in (-1, 1.0, True, "1"):
+        with pytest.raises(PlanError, match="offset is .* 0 or a positive integer"):
+            plan(4, offset=offset)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="offset is -1"):
+        ParallelPlan(world_size=1, mode="data", offset=-1)
+
+
+@given(plans(), st.integers(0, 10_000), st.sampled_from(ALL))
+def test_an_offset_moves_ranks_and_nothing_else(made: ParallelPlan, offset: int, axis: str) -> None:
+    moved = attrs.evolve(made, offset=offset)
+    for here, there in zip(made.ranks, moved.ranks, strict=True):
+        assert there == here + offset
+        assert moved.coordinates(there) == made.coordinates(here)
+        assert moved.rank_of(made.coordinates(here)) == there
+        assert moved.data_shard_index(there) == made.data_shard_index(here)
+    assert moved.groups(axis) == tuple(
+        tuple(rank + offset for rank in group) for group in made.groups(axis)
+    )
 
 
 @pytest.mark.parametrize("rank", [-1, 8, 100, 1.0, True, "0", None])
@@ -361,6 +427,7 @@ def test_text_is_capped() -> None:
 def test_json() -> None:
     assert json.loads(plan(8, tensor=2).to_json()) == {
         "world_size": 8,
+        "offset": 0,
         "mode": "hybrid",
         "axes": list(AXES),
         "degrees": dict.fromkeys(ALL, 1) | {"data": 4, "tensor": 2},
@@ -377,6 +444,13 @@ def test_names() -> None:
 def test_examples_run() -> None:
     failed, attempted = doctest.testmod(PLAN_MODULE)
     assert attempted > 0
+    assert failed == 0
+
+
+def test_the_examples_of_the_document_run() -> None:
+    document = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
+    failed, attempted = doctest.testfile(str(document), module_relative=False)
+    assert attempted > 5
     assert failed == 0
 
 

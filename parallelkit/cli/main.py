@@ -89,12 +89,16 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _add(commands, "plan", "Print which rank has which place; touches no device.")
-    parser.add_argument("world_size", type=int, help="number of ranks")
+    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("ranks", type=int, nargs="?", metavar="world_size", help="number of ranks")
+    ranks.add_argument("--world-size", type=int, metavar="N", help="the same, by name")
     parser.add_argument("--mode", help="standalone, data, hybrid, semi_auto or auto")
     for axis in ("pipeline", "data", "data-shard", "context", "tensor", "expert"):
         default = None if axis == "data" else 1
         parser.add_argument(f"--{axis}", type=int, default=default, help=f"degree of {axis}")
+    parser.add_argument("--offset", type=int, default=0, help="first rank, in a wider world")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", metavar="PATH", help="write a picture, too; - prints only it")
 
 
 def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
