@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from parallelkit import groups, hooks
 from parallelkit.errors import GroupError, PlanError
 from parallelkit.loader import PluginManager
-from parallelkit.plan import ParallelPlan, plan
+from parallelkit.plan import AXES, ParallelPlan, plan
 from parallelkit.protocols import ParallelContext, ProcessGroup
 from parallelkit.records import PluginInfo
 from parallelkit.selection import require, select
@@ -17,12 +18,12 @@ from parallelkit.specs import Candidate, ContextSpec, ProbeRequest, Reduce
 def parallel_context(
     mode: str | None = None,
     *,
-    pipeline: int = 1,
+    pipeline: int | None = None,
     data: int | None = None,
-    data_shard: int = 1,
-    context: int = 1,
-    tensor: int = 1,
-    expert: int = 1,
+    data_shard: int | None = None,
+    context: int | None = None,
+    tensor: int | None = None,
+    expert: int | None = None,
     reduce: str = "mean",
     group: ProcessGroup | None = None,
     fallback: bool = False,
@@ -39,7 +40,8 @@ def parallel_context(
         mode: `"standalone"`, `"data"`, `"hybrid"`, `"semi_auto"`, `"auto"`; None: `"data"` or
             `"hybrid"`, by the degrees.
         pipeline, data, data_shard, context, tensor, expert: degree of each axis; one may be -1
-            and is inferred. `data` None: whatever the others leave.
+            and is inferred. None is 1, for `data` whatever the others leave; with `"auto"`, to be
+            searched.
         reduce: `"mean"` or `"sum"` of the ranks' gradients, the same on every framework.
         group: the group to use, the current one by default.
         fallback: take the nearest mode that can run (see `.effective`) instead of an error.
@@ -59,27 +61,24 @@ def parallel_context(
         )
     if reduce not in get_args(Reduce):
         raise PlanError(f"reduce is {reduce!r}; it is 'mean' or 'sum'")
-    planned = plan(
-        group.world_size,
-        mode,
-        pipeline=pipeline,
-        data=data,
-        data_shard=data_shard,
-        context=context,
-        tensor=tensor,
-        expert=expert,
-    )
+    degrees = {"pipeline": pipeline, "data": data, "data_shard": data_shard}
+    degrees |= {"context": context, "tensor": tensor, "expert": expert}
+    pinned = {axis: degree for axis, degree in degrees.items() if degree is not None}
+    if mode == "auto":  # free is what -1 says there
+        pinned = {axis: degree for axis, degree in pinned.items() if degree != -1}
+    planned = plan_for(group.world_size, mode, pinned)
     held = groups.open_group()
     if manager is None and held is not None:
         manager = held.manager
     plugin, candidate = backend_of(group, manager=manager)
-    wanted = features(planned)
+    wanted = features(planned, pinned)
     if fallback:
         wanted.discard(f"context.{planned.mode}")
     require(candidate, plugin, wanted)
     spec = ContextSpec(
         plan=planned,
         mode=planned.mode,
+        pinned=pinned,
         reduce=cast("Reduce", reduce),
         fallback=fallback,
         options=options,
@@ -90,9 +89,25 @@ def parallel_context(
     return made
 
 
-def features(planned: ParallelPlan) -> set[str]:
-    """List what a backend must support to run a plan: its mode, and each axis above one."""
-    axes = {f"axis.{axis}" for axis, degree in planned.degrees.items() if degree > 1}
+def plan_for(world_size: int, mode: str | None, pinned: Mapping[str, int]) -> ParallelPlan:
+    """The plan of the degrees given; mode `"auto"` starts from one that has them and is possible.
+
+    Raises:
+        PlanError: the degrees are impossible for the world size.
+    """
+    if mode != "auto":
+        return plan(world_size, mode, **pinned)
+    free = [axis for axis in ("data", *AXES) if axis not in pinned]
+    return plan(world_size, mode, **{**pinned, **dict.fromkeys(free[:1], -1)})
+
+
+def features(planned: ParallelPlan, pinned: Mapping[str, int]) -> set[str]:
+    """List what a backend must support to run a plan: its mode, and each axis above one.
+
+    With mode `"auto"` these are the axes that the user gave.
+    """
+    degrees = pinned if planned.mode == "auto" else planned.degrees
+    axes = {f"axis.{axis}" for axis, degree in degrees.items() if degree > 1}
     return {f"context.{planned.mode}"} | axes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from parallelkit.errors import GroupClosedError
@@ -10,10 +11,15 @@ from parallelkit.plan import ParallelPlan
 from parallelkit.plugin import (
     API_VERSION,
     Candidate,
+    ComparisonSpec,
     ContextSpec,
+    Difference,
     ExecutionSpec,
+    GraphReport,
+    GraphSpec,
     GroupSpec,
     LaunchSpec,
+    ModeComparison,
     ProbeRequest,
     Section,
     hookimpl,
@@ -113,6 +119,26 @@ class FakeContext:
     def parallelize(self, model: Any) -> Any:
         return model
 
+    def train_step(
+        self, model: Any, inputs: Any, target: Any = None, *, loss: Any, **options: Any
+    ) -> Any:
+        return loss(model(inputs), target)
+
+    def accumulate(self, model: Any, *, sync: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clip_grad_norm_(self, model: Any, max_norm: float, *, norm_type: float = 2.0) -> float:
+        return 0.0
+
+    def weighted_mean(self, total: Any, weight: float) -> Any:
+        return total / weight
+
+    def save(self, path: str, model: Any, optimizer: Any = None) -> None:
+        pass
+
+    def load(self, path: str, model: Any, optimizer: Any = None) -> Any:
+        return {}
+
     def shard(self, dataset: Any, **options: Any) -> Any:
         return dataset
 
@@ -127,6 +153,7 @@ class FakeExecution:
     """An `ExecutionMode` that compiles nothing."""
 
     reason = "a fake"
+    graphs = recompiles = graph_breaks = 0
 
     def __init__(self, spec: ExecutionSpec) -> None:
         self.spec = spec
@@ -134,6 +161,9 @@ class FakeExecution:
 
     def compile(self, target: Any) -> Any:
         return target
+
+    def explain(self) -> str:
+        return f"fake execution, {self.requested}"
 
     def __enter__(self) -> FakeExecution:
         return self
@@ -196,6 +226,24 @@ class FakePlugin:
     @hookimpl
     def parallelkit_set_execution_mode(self, spec: ExecutionSpec) -> FakeExecution:
         return FakeExecution(spec)
+
+    @hookimpl
+    def parallelkit_check_graph(self, spec: GraphSpec) -> GraphReport:
+        spec.function(*spec.args, **spec.kwargs)
+        return GraphReport(function=repr(spec.function), framework=spec.framework, graphs=1)
+
+    @hookimpl
+    def parallelkit_compare_modes(self, spec: ComparisonSpec) -> ModeComparison:
+        for _ in range(2 * spec.repeat + 2):
+            spec.function(*spec.args, **spec.kwargs)
+        return ModeComparison(
+            function=repr(spec.function),
+            framework=spec.framework,
+            reason="a fake",
+            outputs=Difference(tensors=0),
+            eager_seconds=(1.0,) * spec.repeat,
+            graph_seconds=(1.0,) * spec.repeat,
+        )
 
     @hookimpl
     def parallelkit_launch(self, spec: LaunchSpec) -> list[str]:

@@ -259,26 +259,29 @@ class TorchProcessGroup:
             CollectiveError: ranks gave different lists, or members could not connect.
         """
         members = checks.members(ranks, self.world_size)
-        what = f"subgroup({members})"
-        self._check_open(what)
-        if not self._on_cpu and not self._is_everyone:
-            raise UnsupportedFeatureError(
-                f"a subgroup of a subgroup cannot be made with {self._backend}; make it from the "
-                "default group"
+        return self._divided(f"subgroup({members})", [members])
+
+    def partition(self, parts: Sequence[Sequence[int]]) -> TorchProcessGroup:
+        """Divide this group into parts and return this rank's. Collective over this group.
+
+        One exchange for all parts, where a `subgroup` for each would take one each.
+
+        Args:
+            parts: every rank of this group in exactly one of them, as `ParallelPlan.groups` gives.
+
+        Raises:
+            GroupError: a rank is in no part or in two.
+            UnsupportedFeatureError, CollectiveError: as `subgroup`.
+        """
+        members = [checks.members(part, self.world_size) for part in parts]
+        if sorted(rank for part in members for rank in part) != list(range(self.world_size)):
+            raise GroupError(
+                f"partition got {len(members)} parts that do not hold each of the ranks 0 to "
+                f"{self.world_size - 1} once"
             )
-        self._wire.agree(what, self.timeout)
-        self._divisions += 1  # on every rank alike: part of the names in the store
-        child, problem = None, ""
-        try:
-            child = self._divide(members)
-        except (RuntimeError, ValueError) as error:
-            problem = str(error).splitlines()[0][:120]
-        # Also keeps rank 0's store alive until every member is connected.
-        rows = self._wire.exchange(problem or "ok", what, self.timeout)
-        failed = [f"rank {rank}: {row}" for rank, row in enumerate(rows) if row != "ok"]
-        if failed:
-            raise CollectiveError(f"{what} failed; " + "; ".join(failed))
-        return child
+        mine = self._divided(f"partition into {len(members)} from {members[0]}", members)
+        assert mine is not None
+        return mine
 
     # --- life
 
@@ -340,6 +343,29 @@ class TorchProcessGroup:
         if self._on_cpu:
             self._wire.agree(what, self.timeout)
         return x.numel() > 0
+
+    def _divided(self, what: str, parts: list[list[int]]) -> TorchProcessGroup | None:
+        """Make a group of each part; return the one that this rank is in."""
+        self._check_open(what)
+        if not self._on_cpu and not self._is_everyone:
+            raise UnsupportedFeatureError(
+                f"a subgroup of a subgroup cannot be made with {self._backend}; make it from the "
+                "default group"
+            )
+        self._wire.agree(what, self.timeout)
+        mine, problem = None, ""
+        try:
+            for members in parts:
+                self._divisions += 1  # on every rank alike: part of the names in the store
+                mine = self._divide(members) or mine
+        except (RuntimeError, ValueError) as error:
+            problem = str(error).splitlines()[0][:120]
+        # Also keeps rank 0's store alive until every member is connected.
+        rows = self._wire.exchange(problem or "ok", what, self.timeout)
+        failed = [f"rank {rank}: {row}" for rank, row in enumerate(rows) if row != "ok"]
+        if failed:
+            raise CollectiveError(f"{what} failed; " + "; ".join(failed))
+        return mine
 
     def _divide(self, members: list[int]) -> TorchProcessGroup | None:
         """Make torch's group of `members`; None on the others."""
