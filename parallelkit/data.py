@@ -26,6 +26,7 @@ def shard_indices(
     shuffle: bool = False,
     seed: int = 0,
     epoch: int = 0,
+    start: int = 0,
 ) -> Sequence[int]:
     """Return the items of shard `index` of `count`: every `count`-th of the order, from `index`.
 
@@ -43,6 +44,11 @@ def shard_indices(
     ranks agree, on any version of NumPy and any machine; making it takes 16 bytes an item for a
     moment.
 
+    With `start`, only what comes from that position of the order on is dealt, as if it were the
+    whole: that is how a run goes on in mid-epoch, also with another number of shards than the
+    one that took the first `start` items. `position_after` says which position that is. The
+    table holds for the rest, except that `"drop"` may then leave every shard empty.
+
     Args:
         length: number of items in the data set.
         index: which shard, 0 to `count - 1`.
@@ -50,6 +56,7 @@ def shard_indices(
         mode: `"pad"`, `"drop"` or `"uneven"`.
         shuffle: whether the order is a permutation.
         seed, epoch: any integers; each pair gives another permutation.
+        start: positions of the order that are done, 0 to `length`.
 
     Raises:
         DataShardError: an argument is out of range, or `"drop"` would leave every shard empty.
@@ -59,28 +66,83 @@ def shard_indices(
         [[0, 2, 4], [1, 3, 0]]
         >>> [list(shard_indices(5, index=i, count=2, mode="uneven")) for i in (0, 1)]
         [[0, 2, 4], [1, 3]]
+        >>> [list(shard_indices(5, index=i, count=3, start=2)) for i in (0, 1, 2)]
+        [[2], [3], [4]]
     """
     length = _integer("length", length, low=0)
-    count = _integer("count", count, low=1)
-    index = _integer("index", index, low=0)
+    index, count = check_place(index, count, mode)
     seed, epoch = _integer("seed", seed), _integer("epoch", epoch)
-    if index >= count:
-        raise DataShardError(f"index is {index}; with {count} shards it is 0 to {count - 1}")
-    if mode not in MODES:
-        raise DataShardError(f"mode is {mode!r}; it is one of {', '.join(map(repr, MODES))}")
-    if mode == "drop" and length < count:
+    start = _start(start, length)
+    if mode == "drop" and length < count and not start:
         raise DataShardError(
             f"mode 'drop' would leave all {count} shards empty: the data set has {length} items, "
             f"fewer than shards; use 'pad' to repeat items or 'uneven' to allow empty shards"
         )
-    if mode == "uneven":
-        positions = range(index, length, count)
-    else:
-        rounds = -(-length // count) if mode == "pad" else length // count
-        positions = range(index, rounds * count, count)
+    end = length if mode == "uneven" else start + _rounds(length - start, count, mode) * count
+    positions = range(start + index, end, count)
     if not shuffle:
         return positions if not positions or positions[-1] < length else _Shard(positions, length)
     return _Shard(positions, length, _permutation(length, seed, epoch)) if positions else positions
+
+
+def position_after(
+    batches: int,
+    *,
+    length: int,
+    count: int,
+    mode: str = "pad",
+    start: int = 0,
+    batch_size: int = 1,
+    drop_last: bool = False,
+) -> int:
+    """Return how far in the order all shards are once each has given `batches` batches.
+
+    It is the `start` for `shard_indices` with which every shard gives what is left. The answer is
+    the same on every shard, so any one of them can save it for all.
+
+    Args:
+        batches: batches given by each shard since `start`; a shard of `"uneven"` that has one
+            less than the first counts no more than it gave.
+        length, count, mode, start: as given to `shard_indices`.
+        batch_size: items in a batch.
+        drop_last: whether a last batch of fewer items is left out.
+
+    Returns:
+        A position, 0 to `length`. It is `length` when no shard has a batch left, also where
+        `"drop"` or `drop_last` left items out: an epoch that is over stays over.
+
+    Raises:
+        DataShardError: an argument is out of range.
+
+    Example:
+        >>> position_after(1, length=10, count=2, batch_size=3)
+        6
+        >>> position_after(2, length=10, count=2, batch_size=3)
+        10
+    """
+    batches = _integer("batches", batches, low=0)
+    length = _integer("length", length, low=0)
+    _, count = check_place(0, count, mode)
+    batch_size = _integer("batch_size", batch_size, low=1)
+    start = _start(start, length)
+    longest = _rounds(length - start, count, mode)
+    total = longest // batch_size if drop_last else -(-longest // batch_size)
+    return length if batches >= total else start + batches * batch_size * count
+
+
+def check_place(index: int, count: int, mode: str) -> tuple[int, int]:
+    """Return `index` and `count` as integers.
+
+    Raises:
+        DataShardError: one of the three is out of range.
+    """
+    count = _integer("count", count, low=1)
+    index = _integer("index", index, low=0)
+    if index >= count:
+        raise DataShardError(f"index is {index}; with {count} shards it is 0 to {count - 1}")
+    if mode not in MODES:
+        raise DataShardError(f"mode is {mode!r}; it is one of {', '.join(map(repr, MODES))}")
+    return index, count
 
 
 def derive_seed(base: int, *coordinates: int) -> int:
@@ -147,6 +209,18 @@ class _Shard(Sequence[int]):
     def __repr__(self) -> str:
         head = ", ".join(map(str, self[:6]))
         return f"<shard of {len(self)} items: {head}{', ...' if len(self) > 6 else ''}>"
+
+
+def _rounds(length: int, count: int, mode: str) -> int:
+    """Items of the longest of `count` shards of `length` items."""
+    return length // count if mode == "drop" else -(-length // count)
+
+
+def _start(start: int, length: int) -> int:
+    start = _integer("start", start, low=0)
+    if start > length:
+        raise DataShardError(f"start is {start}; with {length} items it is 0 to {length}")
+    return start
 
 
 def _wrapped(positions: range, length: int) -> Any:

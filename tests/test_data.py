@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parallelkit.data
-from parallelkit.data import MODES, derive_seed, shard_indices
+from parallelkit.data import MODES, derive_seed, position_after, shard_indices
 from parallelkit.errors import DataShardError
 from parallelkit.plan import plan
 
@@ -84,6 +84,9 @@ def test_drop_is_an_error_rather_than_empty(length: int, count: int, shuffle: bo
         ({"seed": None}, "seed is None"),
         ({"epoch": "1"}, "epoch is '1'"),
         ({"epoch": True}, "epoch is True"),
+        ({"start": -1}, "start is -1; allowed is an integer of at least 0"),
+        ({"start": 6}, "start is 6; with 5 items it is 0 to 5"),
+        ({"start": 1.0}, "start is 1.0"),
     ],
 )
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -221,6 +224,111 @@ def test_without_shuffle_nothing_of_the_size_of_the_data_is_made() -> None:
     assert shard_indices(10**15 + 1, index=1, count=2)[-1] == 0
     assert "shard of" in repr(shard_indices(10**15 + 1, index=1, count=2))
     assert time.perf_counter() - start < 0.1
+
+
+# --- going on in mid-epoch -----------------------------------------------------------------------
+
+
+def batches_of(items: list[int], size: int, drop_last: bool) -> list[list[int]]:
+    made = [items[at : at + size] for at in range(0, len(items), size)]
+    return [batch for batch in made if not drop_last or len(batch) == size]
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "mode", "start", "want"),
+    [
+        (5, 2, "pad", 2, [[2, 4], [3, 0]]),
+        (5, 2, "drop", 2, [[2], [3]]),
+        (5, 2, "uneven", 2, [[2, 4], [3]]),
+        (5, 2, "pad", 5, [[], []]),
+        (5, 2, "drop", 4, [[], []]),  # an error only where nothing was given yet
+        (5, 3, "pad", 4, [[4], [0], [1]]),
+        (5, 3, "uneven", 4, [[4], [], []]),
+    ],
+)
+def test_the_rest(length: int, count: int, mode: str, start: int, want: list[list[int]]) -> None:
+    assert shards(length, count, mode=mode, start=start) == want
+
+
+@given(
+    LENGTHS,
+    COUNTS,
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(0, 20),
+)
+def test_the_same_shards_go_on_with_what_they_were_not_given(
+    length: int, count: int, mode: str, shuffle: bool, size: int, drop_last: bool, given_: int
+) -> None:
+    if mode == "drop" and length < count:
+        return
+    options: dict[str, Any] = {"mode": mode, "shuffle": shuffle, "seed": 3, "epoch": 1}
+    start = position_after(
+        given_, length=length, count=count, mode=mode, batch_size=size, drop_last=drop_last
+    )
+    whole = shards(length, count, **options)
+    rest = shards(length, count, start=start, **options)
+    for items, left in zip(whole, rest, strict=True):
+        batches = batches_of(items, size, drop_last)
+        assert batches[given_:] == batches_of(left, size, drop_last)
+
+
+@given(LENGTHS, COUNTS, COUNTS, st.sampled_from(MODES), st.integers(1, 5), st.integers(0, 20))
+def test_other_shards_take_over_the_rest(
+    length: int, before: int, after: int, mode: str, size: int, given_: int
+) -> None:
+    if mode == "drop" and length < before:
+        return
+    options: dict[str, Any] = {"shuffle": True, "seed": 3}
+    start = position_after(given_, length=length, count=before, mode=mode, batch_size=size)
+    done = [
+        item
+        for items in shards(length, before, mode=mode, **options)
+        for item in items[: given_ * size]
+    ]
+    left = [
+        i for items in shards(length, after, mode="uneven", start=start, **options) for i in items
+    ]
+    if start < length:
+        assert sorted(done + left) == list(range(length))  # disjoint and complete
+    else:
+        assert left == []
+        assert mode == "drop" or set(done) == set(range(length))
+    padded = shards(length, after, mode="pad", start=start, **options)
+    assert len({len(items) for items in padded}) == 1
+    assert set(left) <= {item for items in padded for item in items}
+
+
+@given(LENGTHS, COUNTS, st.sampled_from(MODES), st.integers(1, 5), st.data())
+def test_positions_add_up(
+    length: int, count: int, mode: str, size: int, data: st.DataObject
+) -> None:
+    first, second = data.draw(st.integers(0, 10)), data.draw(st.integers(0, 10))
+    options: dict[str, Any] = {"length": length, "count": count, "mode": mode, "batch_size": size}
+    at_once = position_after(first + second, **options)
+    half = position_after(first, **options)
+    assert position_after(second, start=half, **options) == at_once
+    assert 0 <= half <= at_once <= length
+
+
+@pytest.mark.parametrize(
+    ("values", "mention"),
+    [
+        ({"batches": -1}, "batches is -1"),
+        ({"length": 1.5}, "length is 1.5"),
+        ({"count": 0}, "count is 0"),
+        ({"mode": "wrap"}, "mode is 'wrap'"),
+        ({"start": 9}, "start is 9; with 8 items it is 0 to 8"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ],
+)
+def test_wrong_positions(values: dict[str, Any], mention: str) -> None:
+    arguments: dict[str, Any] = {"batches": 1, "length": 8, "count": 2} | values
+    with pytest.raises(DataShardError) as caught:
+        position_after(arguments.pop("batches"), **arguments)
+    assert mention in str(caught.value)
 
 
 # --- seeds ---------------------------------------------------------------------------------------
