@@ -8,7 +8,8 @@ from typing import Any, cast, get_args
 from parallelkit import groups, hooks
 from parallelkit.errors import GroupError, PlanError
 from parallelkit.loader import PluginManager
-from parallelkit.plan import AXES, ParallelPlan, plan
+from parallelkit.plan import AXES, ParallelPlan
+from parallelkit.plan import plan as plan_degrees
 from parallelkit.protocols import ParallelContext, ProcessGroup
 from parallelkit.records import PluginInfo
 from parallelkit.selection import require, select
@@ -18,6 +19,7 @@ from parallelkit.specs import Candidate, ContextSpec, ProbeRequest, Reduce
 def parallel_context(
     mode: str | None = None,
     *,
+    plan: ParallelPlan | None = None,
     pipeline: int | None = None,
     data: int | None = None,
     data_shard: int | None = None,
@@ -39,6 +41,8 @@ def parallel_context(
     Args:
         mode: `"standalone"`, `"data"`, `"hybrid"`, `"semi_auto"`, `"auto"`; None: `"data"` or
             `"hybrid"`, by the degrees.
+        plan: from `pk.plan`, in place of mode and degrees; with none of these, the plan that
+            `init_process_group(plan=...)` was given, if it was.
         pipeline, data, data_shard, context, tensor, expert: degree of each axis; one may be -1
             and is inferred. None is 1, for `data` whatever the others leave; with `"auto"`, to be
             searched.
@@ -64,14 +68,19 @@ def parallel_context(
     degrees = {"pipeline": pipeline, "data": data, "data_shard": data_shard}
     degrees |= {"context": context, "tensor": tensor, "expert": expert}
     pinned = {axis: degree for axis, degree in degrees.items() if degree is not None}
-    if mode == "auto":  # free is what -1 says there
-        pinned = {axis: degree for axis, degree in pinned.items() if degree != -1}
-    planned = plan_for(group.world_size, mode, pinned)
     held = groups.open_group()
+    if plan is None and mode is None and not pinned and held is not None and group is held:
+        plan = held.plan
+    if plan is not None:
+        planned = _given(plan, group.world_size, mode, pinned)
+    else:
+        if mode == "auto":  # free is what -1 says there
+            pinned = {axis: degree for axis, degree in pinned.items() if degree != -1}
+        planned = plan_for(group.world_size, mode, pinned)
     if manager is None and held is not None:
         manager = held.manager
     plugin, candidate = backend_of(group, manager=manager)
-    wanted = features(planned, pinned)
+    wanted = {*planned.features(), *(f"axis.{axis}" for axis, n in pinned.items() if n > 1)}
     if fallback:
         wanted.discard(f"context.{planned.mode}")
     require(candidate, plugin, wanted)
@@ -96,19 +105,22 @@ def plan_for(world_size: int, mode: str | None, pinned: Mapping[str, int]) -> Pa
         PlanError: the degrees are impossible for the world size.
     """
     if mode != "auto":
-        return plan(world_size, mode, **pinned)
+        return plan_degrees(world_size, mode, **pinned)
     free = [axis for axis in ("data", *AXES) if axis not in pinned]
-    return plan(world_size, mode, **{**pinned, **dict.fromkeys(free[:1], -1)})
+    return plan_degrees(world_size, mode, **{**pinned, **dict.fromkeys(free[:1], -1)})
 
 
-def features(planned: ParallelPlan, pinned: Mapping[str, int]) -> set[str]:
-    """List what a backend must support to run a plan: its mode, and each axis above one.
-
-    With mode `"auto"` these are the axes that the user gave.
-    """
-    degrees = pinned if planned.mode == "auto" else planned.degrees
-    axes = {f"axis.{axis}" for axis, degree in degrees.items() if degree > 1}
-    return {f"context.{planned.mode}"} | axes
+def _given(
+    plan: ParallelPlan, world_size: int, mode: str | None, pinned: Mapping[str, int]
+) -> ParallelPlan:
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(f"plan is {plan!r:.100}; it is what pk.plan returned")
+    if plan.world_size != world_size:
+        raise PlanError(f"the plan is for {plan.world_size} ranks and the group has {world_size}")
+    if mode is not None or pinned:
+        said = ", ".join(f"{name}={value!r}" for name, value in {"mode": mode, **pinned}.items())
+        raise PlanError(f"plan was given together with {said}; give one or the other")
+    return plan
 
 
 def backend_of(

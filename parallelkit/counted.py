@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from parallelkit.errors import GroupError
 from parallelkit.loader import PluginManager
+from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup, Tensor
 from parallelkit.selection import Selection
 from parallelkit.specs import GroupSpec
@@ -36,6 +37,7 @@ class CountedGroup:
         self.spec = spec
         self.selection = selection
         self.manager = manager
+        self.plan: ParallelPlan | None = None  #: what the group was opened for, where said
         self.context: Any = None  #: the parallel context opened last, for `explain()`
         self._count = 1
 

@@ -21,12 +21,14 @@ from parallelkit.errors import (
     AlreadyInitializedError,
     LaunchError,
     NotInitializedError,
+    PlanError,
 )
 from parallelkit.launch import LaunchInfo
 from parallelkit.loader import PluginManager, default_manager
+from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import ProcessGroup
 from parallelkit.ranks import compare_plugins
-from parallelkit.selection import Selection, select
+from parallelkit.selection import Selection, require, select
 from parallelkit.specs import GroupSpec, ProbeRequest, check_timeout, device_name
 
 DEFAULT_TIMEOUT: Final = 60.0
@@ -46,6 +48,7 @@ def init_process_group(
     master_port: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     *,
+    plan: ParallelPlan | None = None,
     manager: PluginManager | None = None,
 ) -> ProcessGroup:
     """Open the default process group; what is not said is detected, and `explain()` says how.
@@ -64,6 +67,8 @@ def init_process_group(
         rank, world_size, master_addr, master_port: override the launcher. Without a port, rank 0
             takes a free one and publishes it by the launcher's rendezvous file.
         timeout: seconds, for the rendezvous and then for each collective.
+        plan: what `parallel_context` will be asked for. With it, a plan of another world size, and
+            a mode or an axis that the backend cannot run, are errors before the rendezvous.
         manager: plugins to use, the process's own by default.
 
     Raises:
@@ -71,6 +76,7 @@ def init_process_group(
         LaunchError: the launcher's variables are partial or contradict each other.
         RendezvousTimeoutError, PortInUseError, DeviceError: as their names say.
         RankMismatchError: ranks have different plugins, versions, or chose differently.
+        PlanError, UnsupportedFeatureError: the plan cannot be run here.
 
     Example:
         >>> with init_process_group(device="cpu") as group:  # doctest: +SKIP
@@ -93,14 +99,23 @@ def init_process_group(
                 "timeout": timeout,
             }
             _same_or_raise(held, given)
+            _check_plan(plan, held.world_size, held.selection)
+            if plan is not None and plan != (held.plan or plan):
+                raise AlreadyInitializedError(
+                    f"a process group is open already, for the plan\n{held.plan}\nand this call "
+                    f"is for\n{plan}\nClose the first, or give the plan to parallel_context"
+                )
+            held.plan = plan or held.plan
             return held.open_again()
         manager = manager or default_manager()
         launch = _launch_info(rank, world_size, master_addr, master_port)
         request = ProbeRequest(framework=framework, backend=backend, device=device, launch=launch)
         selection = select(request, manager=manager)
+        _check_plan(plan, launch.world_size, selection)
         spec = _spec(selection, launch, timeout)
         inner = hooks.init_process_group(selection.winner, spec, manager=manager)
         group = CountedGroup(inner, spec, selection, manager)
+        group.plan = plan
         try:
             compare_plugins(group, manager.plugins, selection)
         except BaseException:
@@ -172,6 +187,20 @@ def _launch_info(
             "start with torchrun or `parallelkit run`, which need no scheduler"
         )
     return launch
+
+
+def _check_plan(plan: ParallelPlan | None, world_size: int, selection: Selection) -> None:
+    """Raise if a plan cannot be run by these ranks on this backend."""
+    if plan is None:
+        return
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(f"plan is {plan!r:.100}; it is what pk.plan returned")
+    if plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, and {world_size} were started; plan with "
+            f"pk.plan({world_size}, ...), or start {plan.world_size}"
+        )
+    require(selection.candidate, selection.winner, set(plan.features()))
 
 
 def _spec(selection: Selection, launch: LaunchInfo, timeout: float) -> GroupSpec:

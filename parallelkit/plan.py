@@ -103,6 +103,18 @@ class ParallelPlan:
         title += f" = {by}" if by else ""
         return title + (f", expert {self.expert} over data x data_shard" * (self.expert > 1))
 
+    def features(self) -> frozenset[str]:
+        """What a backend must support to run this plan, by name: its mode, each axis above one.
+
+        With mode `"auto"` the degrees are not final, and only the mode counts.
+
+        Example:
+            >>> sorted(plan(4, tensor=2).features())
+            ['axis.data', 'axis.tensor', 'context.hybrid']
+        """
+        wide = [axis for axis in _ALL if self.degree(axis) > 1 and self.mode != "auto"]
+        return frozenset({f"context.{self.mode}", *(f"axis.{axis}" for axis in wide)})
+
     def degree(self, axis: str) -> int:
         """Return the degree of an axis.
 

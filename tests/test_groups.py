@@ -404,6 +404,54 @@ class TestContext:
             assert pk.parallel_context(bucket=3).spec.options == {"bucket": 3}
 
 
+class TestPlannedAhead:
+    """A plan that is given to `init_process_group` is checked before anything is opened."""
+
+    def test_a_plan_that_fits_is_the_contexts_default(self, manager, plugin):
+        with init(manager, plan=pk.plan(1)) as group:
+            assert group.plan == pk.plan(1)
+            assert pk.parallel_context().plan == pk.plan(1)
+
+    @pytest.mark.parametrize(
+        ("plan", "error", "match"),
+        [
+            (pk.plan(2), PlanError, r"for 2 ranks, and 1 were started"),
+            ({"tensor": 2}, PlanError, "what pk.plan returned"),
+            (pk.plan(1, "auto"), UnsupportedFeatureError, "'auto'"),
+        ],
+    )
+    def test_what_cannot_run_opens_nothing(self, manager, plugin, plan, error, match):
+        with pytest.raises(error, match=match):
+            init(manager, plan=plan)
+        assert plugin.groups == []
+
+    def test_an_axis_that_is_not_there(self, manager, clean_launch):
+        fake = FakePlugin(features=FEATURES | {"context.hybrid"}, peers=echo(4))
+        manager.register(fake, name="fake")
+        clean_launch(RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+        with pytest.raises(UnsupportedFeatureError, match=r"axis.tensor.*supports data"):
+            init(manager, plan=pk.plan(4, tensor=2))
+        assert fake.groups == []
+
+    def test_another_plan_for_an_open_group(self, manager, plugin):
+        features = FEATURES | {"context.hybrid"}
+        manager.register(FakePlugin("wide", features=features, score=99), name="wide")
+        with init(manager, plan=pk.plan(1)):
+            with pytest.raises(AlreadyInitializedError, match=r"hybrid"):
+                init(manager, plan=pk.plan(1, "hybrid"))
+            init(manager, plan=pk.plan(1)).close()
+
+    def test_a_plan_for_the_context(self, manager, plugin):
+        with init(manager):
+            assert pk.parallel_context(plan=pk.plan(1, "data")).mode == "data"
+            with pytest.raises(PlanError, match="for 2 ranks and the group has 1"):
+                pk.parallel_context(plan=pk.plan(2))
+            with pytest.raises(PlanError, match="together with tensor=1"):
+                pk.parallel_context(plan=pk.plan(1), tensor=1)
+            with pytest.raises(PlanError, match="what pk.plan returned"):
+                pk.parallel_context(plan="data")
+
+
 class TestExecution:
     @pytest.mark.parametrize("mode", ["eager", "graph"])
     def test_without_a_group(self, manager, plugin, mode):
