@@ -283,6 +283,19 @@ class TorchProcessGroup:
         assert mine is not None
         return mine
 
+    def failed(self, error: Exception, what: str, elapsed: float) -> CollectiveError:
+        """Turn an error of what went through `native` directly into ours, to be raised.
+
+        It names the ranks that are gone or late, as far as known, and takes up to two seconds
+        for it. The group is broken afterwards.
+
+        Args:
+            error: what the backend raised.
+            what: was called, for the message.
+            elapsed: seconds that it took.
+        """
+        return self._wire.failed(error, what, self.timeout, elapsed)
+
     # --- life
 
     def close(self) -> None:

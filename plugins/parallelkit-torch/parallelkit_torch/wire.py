@@ -146,17 +146,23 @@ class Wire:
             if work is not None:
                 work.wait()
         except (RuntimeError, ValueError) as error:
-            ours = faults.explain(
-                error,
-                what=what,
-                timeout=timeout,
-                elapsed=time.monotonic() - began,
-                store=self.store,
-                rank=self.rank,
-                world_size=self.world_size,
-            )
-            self.broken = str(ours)
-            raise ours from error
+            raise self.failed(error, what, timeout, time.monotonic() - began) from error
+
+    def failed(
+        self, error: Exception, what: str, timeout: float, elapsed: float
+    ) -> CollectiveError:
+        """Turn the backend's error into ours, and take the group for broken from now on."""
+        ours = faults.explain(
+            error,
+            what=what,
+            timeout=timeout,
+            elapsed=elapsed,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        self.broken = str(ours)
+        return ours
 
 
 def _options(options: Any, timeout: float) -> Any:
