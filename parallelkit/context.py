@@ -118,7 +118,8 @@ def _given(
     if plan.world_size != world_size:
         raise PlanError(f"the plan is for {plan.world_size} ranks and the group has {world_size}")
     if mode is not None or pinned:
-        said = ", ".join(f"{name}={value!r}" for name, value in {"mode": mode, **pinned}.items())
+        given = {"mode": mode, **pinned} if mode is not None else pinned
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise PlanError(f"plan was given together with {said}; give one or the other")
     return plan
 
