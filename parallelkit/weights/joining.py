@@ -71,7 +71,7 @@ def subscribe_weights(
         )
         welcome = _expect(client, m.Welcome, deadline, timeout)
         try:
-            plan = plan_transfer(m.manifest_of(welcome.tensors))
+            plan = plan_transfer(m.manifest_of(welcome))
             if plan.digest != welcome.plan_digest:
                 raise ProtocolError("the two ends computed different transfer plans")
             check_exact(plan.manifest, needs)

@@ -1,4 +1,4 @@
-"""What is published: names, dtypes, shapes, aliases. No data, no framework."""
+"""What is published: names, dtypes, shapes, aliases, layouts. No data, no framework."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import attrs
 
 from parallelkit.errors import ManifestError, ManifestMismatchError
+from parallelkit.weights.layout import Mesh, ShardLayout
 
 #: Allowed dtypes and their size in bytes. Names from the wire are looked up here, nowhere else.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -54,12 +55,14 @@ class TensorSpec:
         dtype: a key of `DTYPE_BYTES`.
         shape: global shape in elements; `()` for a scalar, zeros allowed.
         alias_of: name of an earlier entry that is the same tensor (a tied head), or None.
+        layout: how it is spread over the publisher's ranks; None: whole on every rank.
     """
 
     name: str = attrs.field()
     dtype: str = attrs.field()
     shape: tuple[int, ...] = attrs.field(converter=_tuple)
     alias_of: str | None = None
+    layout: ShardLayout | None = None
 
     @name.validator
     def _named(self, attribute: object, value: str) -> None:
@@ -108,9 +111,11 @@ class Manifest:
 
     Attributes:
         tensors: every name, aliases included, in the order of the model.
+        mesh: the publisher's ranks, which layouts refer to; None where there are no layouts.
     """
 
     tensors: tuple[TensorSpec, ...] = attrs.field(converter=_tuple)
+    mesh: Mesh | None = attrs.field(default=None)
 
     @tensors.validator
     def _consistent(self, attribute: object, value: tuple[TensorSpec, ...]) -> None:
@@ -132,6 +137,28 @@ class Manifest:
                     f"tensor {tensor.name!r} ({tensor.describe()}) is an alias of "
                     f"{target.name!r} ({target.describe()}): dtype and shape must be equal"
                 )
+            if target.layout != tensor.layout:
+                raise ManifestError(
+                    f"tensor {tensor.name!r} is an alias of {target.name!r}, and their layouts "
+                    f"differ ({tensor.layout}; {target.layout})"
+                )
+
+    @mesh.validator
+    def _laid_out(self, attribute: object, value: Mesh | None) -> None:
+        checked: set[tuple[ShardLayout, int]] = set()
+        for tensor in self.tensors:
+            layout, dims = tensor.layout, len(tensor.shape)
+            if layout is None or (layout, dims) in checked:
+                continue
+            if value is None:
+                raise ManifestError(
+                    f"tensor {tensor.name!r} has a layout ({layout}) and the manifest no mesh"
+                )
+            try:
+                layout.check(value, tensor.shape)
+            except ManifestError as error:
+                raise ManifestError(f"tensor {tensor.name!r}: {error}") from None
+            checked.add((layout, dims))
 
     @cached_property
     def unique(self) -> tuple[TensorSpec, ...]:
@@ -144,18 +171,22 @@ class Manifest:
         return sum(t.nbytes for t in self.unique)
 
     def digest(self) -> bytes:
-        """A 16-byte fingerprint of names, dtypes, shapes, aliases and their order."""
+        """A 16-byte fingerprint of names, dtypes, shapes, aliases, layouts and their order."""
         h = hashlib.blake2b(digest_size=16)
+        if self.mesh is not None:
+            h.update(repr((self.mesh.axes, self.mesh.degrees)).encode())
         for t in self.tensors:
-            h.update(repr((t.name, t.dtype, t.shape, t.alias_of)).encode())
+            where = () if t.layout is None else (t.layout.shards, t.layout.at)
+            h.update(repr((t.name, t.dtype, t.shape, t.alias_of, *where)).encode())
         return h.digest()
 
 
 def differences(published: Manifest, needed: Manifest) -> list[str]:
     """List how `published` differs from what a target needs; empty when it is exactly that.
 
-    Order does not matter. A target that ties two names needs a publisher that ties them too: one
-    that publishes them apart may come to hold different values, and the reverse would lose one.
+    Neither order nor layouts matter: a target gets whole tensors. A target that ties two names
+    needs a publisher that ties them too: one that publishes them apart may come to hold different
+    values, and the reverse would lose one.
     """
     have = {t.name: t for t in published.tensors}
     need = {t.name: t for t in needed.tensors}

@@ -224,7 +224,7 @@ class Members(Desk):
                     run_id=self._run_id,
                     name=name,
                     version=self._version(),
-                    tensors=m.manifest_rows(self._plan.manifest),
+                    **m.manifest_fields(self._plan.manifest),
                     plan_digest=self._plan.digest,
                     transport=self._transport,
                     offer=offer,

@@ -20,9 +20,10 @@ from parallelkit.errors import (
     WeightTransferError,
 )
 from parallelkit.specs import HostIdentity
+from parallelkit.weights.layout import MAX_AXES, Mesh, ShardLayout
 from parallelkit.weights.manifest import Manifest, TensorSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 #: Largest frame that a publisher accepts (digests of a petabyte), and that a subscriber accepts
 #: (a manifest of a million names).
 MAX_TO_PUBLISHER = 16 << 20
@@ -35,6 +36,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # neither NaN nor infini
 Text = Annotated[str, msgspec.Meta(max_length=65536)]
 Short = Annotated[str, msgspec.Meta(max_length=256)]
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
+#: The name of an axis and its degree, a dim, or a coordinate.
+Axis = tuple[Short, Count]
+Axes = Annotated[list[Axis], msgspec.Meta(max_length=MAX_AXES)]
+#: Name, dtype, shape, the name it is an alias of, and which of the layouts it has.
+Row = tuple[str, str, list[int], str | None, Count | None]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
@@ -64,7 +70,9 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     run_id: Key
     name: Text
     version: Count
-    tensors: list[tuple[str, str, list[int], str | None]]
+    mesh: Axes
+    layouts: list[tuple[Axes, Axes]]
+    tensors: list[Row]
     plan_digest: Key
     transport: Short
     offer: bytes
@@ -263,21 +271,46 @@ def identity_of(message: Hello) -> HostIdentity:
     )
 
 
-def manifest_rows(manifest: Manifest) -> list[tuple[str, str, list[int], str | None]]:
-    """Wire form of a manifest."""
-    return [(t.name, t.dtype, list(t.shape), t.alias_of) for t in manifest.tensors]
+def manifest_fields(manifest: Manifest) -> dict[str, Any]:
+    """Wire form of a manifest: the fields `mesh`, `layouts` and `tensors` of a `Welcome`."""
+    mesh = manifest.mesh
+    numbers: dict[ShardLayout | None, int | None] = {None: None}
+    for t in manifest.tensors:
+        numbers.setdefault(t.layout, len(numbers) - 1)
+    return {
+        "mesh": [] if mesh is None else list(zip(mesh.axes, mesh.degrees, strict=True)),
+        "layouts": [(list(layout.shards), list(layout.at)) for layout in numbers if layout],
+        "tensors": [
+            (t.name, t.dtype, list(t.shape), t.alias_of, numbers[t.layout])
+            for t in manifest.tensors
+        ],
+    }
 
 
-def manifest_of(rows: list[tuple[str, str, list[int], str | None]]) -> Manifest:
+def manifest_of(message: Welcome) -> Manifest:
     """Read a manifest that came over the wire; every field is checked as if typed by hand.
 
     Raises:
         ProtocolError: it breaks a rule of manifests.
     """
     try:
+        mesh = Mesh(*zip(*message.mesh, strict=True)) if message.mesh else None
+        layouts = [ShardLayout(shards, at) for shards, at in message.layouts]
+        rows = message.tensors
+        if any(row[4] is not None and row[4] >= len(layouts) for row in rows):
+            raise ManifestError(f"a tensor has a layout that is none of the {len(layouts)} given")
         return Manifest(
-            TensorSpec(name=name, dtype=dtype, shape=tuple(shape), alias_of=alias)
-            for name, dtype, shape, alias in rows
+            (
+                TensorSpec(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    alias_of=alias,
+                    layout=None if number is None else layouts[number],
+                )
+                for name, dtype, shape, alias, number in rows
+            ),
+            mesh,
         )
     except ManifestError as error:
         raise ProtocolError(f"the publisher's manifest is invalid: {error}") from error

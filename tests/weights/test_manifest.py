@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from parallelkit.errors import ManifestError, ManifestMismatchError
+from parallelkit.weights.layout import Mesh, ShardLayout
 from parallelkit.weights.manifest import (
     DTYPE_BYTES,
     MAX_DIMS,
@@ -272,3 +273,44 @@ def test_a_short_list_is_shown_whole():
         check_exact(Manifest(BASE), Manifest(BASE[:2]))
     assert "1 difference(s)" in str(caught.value)
     assert "more" not in str(caught.value)
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def test_layouts_are_part_of_the_fingerprint_and_of_no_difference():
+    mesh = Mesh(("data", "tensor"), (2, 2))
+
+    def made(layout, mesh=mesh):
+        return Manifest([TensorSpec(name="w", dtype="int8", shape=(4, 4), layout=layout)], mesh)
+
+    variants = [
+        made(None, None),
+        made(ShardLayout([("tensor", 0)])),
+        made(ShardLayout([("tensor", 1)])),
+        made(ShardLayout([("data", 0)])),
+        made(ShardLayout(at=[("data", 1)])),
+        made(ShardLayout([("tensor", 0)]), Mesh(("data", "tensor"), (1, 4))),
+        made(ShardLayout([("tensor", 0)]), Mesh(("dp", "tensor"), (2, 2))),
+    ]
+    assert len({manifest.digest() for manifest in variants}) == len(variants)
+    for manifest in variants:
+        check_exact(manifest, variants[0])
+
+
+def test_a_layout_needs_a_mesh_that_has_its_axes():
+    spec = TensorSpec(name="w", dtype="int8", shape=(4,), layout=ShardLayout([("tensor", 0)]))
+    with pytest.raises(ManifestError, match="'w' has a layout .* and the manifest no mesh"):
+        Manifest([spec])
+    with pytest.raises(ManifestError, match="'w': the mesh has no axis 'tensor'"):
+        Manifest([spec], Mesh(("data",), (2,)))
+    with pytest.raises(ManifestError, match="'v': the layout .* divides dim 0"):
+        scalar = attrs.evolve(spec, name="v", shape=())
+        Manifest([spec, scalar], Mesh(("tensor",), (2,)))
+
+
+def test_an_alias_has_the_layout_of_its_tensor():
+    spec = TensorSpec(name="w", dtype="int8", shape=(4,), layout=ShardLayout([("tensor", 0)]))
+    head = TensorSpec(name="head", dtype="int8", shape=(4,), alias_of="w")
+    with pytest.raises(ManifestError, match="'head' is an alias of 'w', and their layouts differ"):
+        Manifest([spec, head], Mesh(("tensor",), (2,)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from parallelkit.errors import ProtocolError
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
+from parallelkit.weights.layout import Mesh, ShardLayout
 from parallelkit.weights.manifest import Manifest, TensorSpec
 
 KEY = b"s" * 16
@@ -35,7 +37,9 @@ WELCOME = {
     "run_id": KEY,
     "name": "subscriber-1.0 (pid 42 on h)",
     "version": 0,
-    "tensors": [("w", "float32", [2, 3], None), ("v", "float32", [2, 3], "w")],
+    "mesh": [("data", 2), ("tensor", 2)],
+    "layouts": [([("tensor", 1)], [("data", 0)])],
+    "tensors": [("w", "float32", [2, 3], None, 0), ("v", "float32", [2, 3], "w", 0)],
     "plan_digest": KEY,
     "transport": "shm",
     "offer": b"offer",
@@ -204,14 +208,17 @@ def test_keys_have_a_length(key):
 @pytest.mark.parametrize(
     "rows",
     [
-        [["w", "float32", [1]]],
-        [["w", "float32", [1], None, 1]],
-        [["w", "float32", "1", None]],
-        [["w", "float32", [1.5], None]],
-        [["w", "float32", [None], None]],
-        [[b"w", "float32", [1], None]],
-        [["w", 4, [1], None]],
-        [["w", "float32", [1], 4]],
+        [["w", "float32", [1], None]],
+        [["w", "float32", [1], None, 0, 0]],
+        [["w", "float32", "1", None, None]],
+        [["w", "float32", [1.5], None, None]],
+        [["w", "float32", [None], None, None]],
+        [[b"w", "float32", [1], None, None]],
+        [["w", 4, [1], None, None]],
+        [["w", "float32", [1], 4, None]],
+        [["w", "float32", [1], None, -1]],
+        [["w", "float32", [1], None, "0"]],
+        [["w", "float32", [1], None, [["data", 0]]]],
         ["w"],
         {"w": 1},
         None,
@@ -219,6 +226,20 @@ def test_keys_have_a_length(key):
 )
 def test_rows_of_a_manifest_have_their_types(rows):
     refused(m.decode_at_subscriber, plain(m.Welcome(**WELCOME)) | {"tensors": rows})
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [[["data"]], [["data", 2, 2]], [["data", -1]], [["data", "2"]], [[b"data", 2]]]
+    + [[["a" * 257, 2]], [["data", True]], [["data", 1.0]], ["data"], {"data": 2}, None]
+    + [[[f"axis{i}", 1] for i in range(17)]],
+)
+def test_axes_have_their_types_and_a_largest_number(mesh):
+    fields = plain(m.Welcome(**WELCOME))
+    refused(m.decode_at_subscriber, fields | {"mesh": mesh})
+    refused(m.decode_at_subscriber, fields | {"layouts": [[mesh, []]]})
+    refused(m.decode_at_subscriber, fields | {"layouts": [[[], mesh]]})
+    refused(m.decode_at_subscriber, fields | {"layouts": [mesh]})
 
 
 @pytest.mark.parametrize(("decode", "message"), NAMED)
@@ -310,16 +331,24 @@ def test_the_error_is_short_and_says_how_many_bytes_came():
 
 
 def test_a_manifest_comes_through():
+    mesh = Mesh(("pipeline", "data_shard", "tensor"), (2, 3, 4))
+    both = ShardLayout((("tensor", 0), ("data_shard", 0)), (("pipeline", 1),))
     specs = [
-        TensorSpec(name="w", dtype="bfloat16", shape=(2, 3)),
-        TensorSpec(name="head", dtype="bfloat16", shape=(2, 3), alias_of="w"),
+        TensorSpec(name="w", dtype="bfloat16", shape=(2, 3), layout=both),
+        TensorSpec(name="head", dtype="bfloat16", shape=(2, 3), alias_of="w", layout=both),
         TensorSpec(name="scalar", dtype="float64", shape=()),
-        TensorSpec(name="none", dtype="bool", shape=(0, 7)),
+        TensorSpec(name="none", dtype="bool", shape=(0, 7), layout=ShardLayout((("tensor", 1),))),
+        TensorSpec(name="again", dtype="int8", shape=(5,), layout=both),
+        TensorSpec(name="replica", dtype="int8", shape=(5,), layout=ShardLayout()),
     ]
-    welcome = m.Welcome(**WELCOME | {"tensors": m.manifest_rows(Manifest(specs))})
-    heard = m.decode_at_subscriber(m.encode(welcome))
-    assert isinstance(heard, m.Welcome)
-    assert m.manifest_of(heard.tensors) == Manifest(specs)
+    plain_ones = [attrs.evolve(spec, layout=None) for spec in specs]
+    for manifest in (Manifest(specs, mesh), Manifest(plain_ones)):
+        welcome = m.Welcome(**WELCOME | m.manifest_fields(manifest))
+        heard = m.decode_at_subscriber(m.encode(welcome))
+        assert isinstance(heard, m.Welcome)
+        assert m.manifest_of(heard) == manifest
+        assert m.manifest_of(heard).digest() == manifest.digest()
+    assert len(m.manifest_fields(Manifest(specs, mesh))["layouts"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -339,9 +368,32 @@ def test_a_manifest_comes_through():
     ],
 )
 def test_a_manifest_that_breaks_a_rule(rows, message):
-    welcome = m.Welcome(**WELCOME | {"tensors": rows})
-    heard = m.decode_at_subscriber(m.encode(welcome))
+    invalid({"tensors": [(*row, None) for row in rows]}, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mesh": []}, "and the manifest no mesh"),
+        ({"mesh": [("data", 0), ("tensor", 2)]}, "one positive integer for each axis"),
+        ({"mesh": [("data", 2**62)] * 2}, "each once"),
+        ({"mesh": [("a", 2**62), ("b", 2**62)]}, "ranks"),
+        ({"mesh": [("", 2), ("tensor", 2)]}, "1 to 64 bytes"),
+        ({"mesh": [("data", 2), ("model", 2)]}, "no axis 'tensor'"),
+        ({"layouts": []}, "none of the 0 given"),
+        ({"layouts": [([("tensor", 2)], [])]}, "2 dim"),
+        ({"layouts": [([("tensor", 0)], [("data", 2)])]}, "allowed are 0 to 1"),
+        ({"layouts": [([("tensor", 0)], [("tensor", 0)])]}, "names axis 'tensor' twice"),
+        ({"layouts": [([("tensor", 0), ("tensor", 1)], [])]}, "names axis 'tensor' twice"),
+    ],
+)
+def test_a_layout_that_breaks_a_rule(fields, message):
+    invalid(fields, message)
+
+
+def invalid(fields, message):
+    heard = m.decode_at_subscriber(m.encode(m.Welcome(**WELCOME | fields)))
     with pytest.raises(ProtocolError, match="the publisher's manifest is invalid: ") as caught:
-        m.manifest_of(heard.tensors)
+        m.manifest_of(heard)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 1500

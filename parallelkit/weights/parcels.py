@@ -1,0 +1,132 @@
+"""What each rank of a publisher sends to rank 0 for whole tensors: parts, packed into parcels.
+
+Pure: from the manifest alone a rank knows what it sends, and rank 0 what it gets from whom and
+where it goes. Small parts share a message, a large part is one of its own, so that the number of
+messages follows the bytes and no rank needs more memory than one parcel or one part.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from parallelkit.weights.layout import Region, owners, region, serves
+from parallelkit.weights.manifest import DTYPE_BYTES, Manifest, TensorSpec
+
+#: Parts are packed up to this many bytes; a larger one travels alone.
+PARCEL_BYTES: Final = 16 << 20
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+#: Something of the right size to copy elements as, whatever they are.
+_ITEMS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+class Part(NamedTuple):
+    """A rank's part of one tensor.
+
+    Attributes:
+        tensor: index among the manifest's unique tensors.
+        region: which elements; nbytes: how many bytes they are, row-major.
+    """
+
+    tensor: int
+    region: Region
+    nbytes: int
+
+
+class Parcel(NamedTuple):
+    """Parts that travel in one message, one after the other without gaps."""
+
+    rank: int
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def parcels(manifest: Manifest, rank: int, limit: int = PARCEL_BYTES) -> Iterator[Parcel]:
+    """Everything that a rank hands out, in the order of the manifest.
+
+    Rank 0's own are what it need not ask for. A tensor without elements is in no parcel.
+    """
+    mesh, pending, size = manifest.mesh, list[Part](), 0
+    for index, spec in enumerate(manifest.unique):
+        if not serves(spec.layout, mesh, rank):
+            continue
+        box = _part(manifest, spec, rank)
+        nbytes = box.elements * DTYPE_BYTES[spec.dtype] if box is not None else 0
+        if box is None or not nbytes:
+            continue
+        if pending and size + nbytes > limit:
+            yield Parcel(rank, tuple(pending))
+            pending, size = [], 0
+        pending.append(Part(index, box, nbytes))
+        size += nbytes
+    if pending:
+        yield Parcel(rank, tuple(pending))
+
+
+def inbound(manifest: Manifest, limit: int = PARCEL_BYTES) -> Iterator[Parcel]:
+    """Every parcel that rank 0 has to ask others for, by the first tensor in it."""
+    ranks = range(1, manifest.mesh.size if manifest.mesh is not None else 1)
+    each = [parcels(manifest, rank, limit) for rank in ranks]
+    return heapq.merge(*each, key=lambda parcel: parcel.parts[0].tensor)
+
+
+def split_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Bytes that rank 0 holds itself, and bytes that it has to get, of each tensor once."""
+    here = 0
+    for spec in manifest.unique:
+        box = _part(manifest, spec, 0) if serves(spec.layout, manifest.mesh, 0) else None
+        here += box.elements * DTYPE_BYTES[spec.dtype] if box is not None else 0
+    return here, manifest.nbytes - here
+
+
+def span(box: Region, shape: Sequence[int]) -> tuple[int, int] | None:
+    """First element and number of elements of a box that is one run of the tensor; else None.
+
+    Example:
+        >>> span(Region((2, 0), (2, 5)), (8, 5)), span(Region((0, 1), (8, 2)), (8, 5))
+        ((10, 10), None)
+    """
+    whole = len(shape)
+    while whole and box.sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    if any(n != 1 for n in box.sizes[: max(whole - 1, 0)]):
+        return None
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(low * stride for low, stride in zip(box.offsets, strides, strict=True))
+    return first, box.elements
+
+
+def window(whole: Bytes, spec: TensorSpec, box: Region) -> Bytes | None:
+    """The bytes of a box inside a whole tensor's row-major bytes; None where it is no one run."""
+    run = span(box, spec.shape)
+    if run is None:
+        return None
+    item = DTYPE_BYTES[spec.dtype]
+    return whole[run[0] * item : (run[0] + run[1]) * item]
+
+
+def place(whole: Bytes, spec: TensorSpec, box: Region, data: Bytes) -> None:
+    """Write a box's row-major bytes to where they belong in a whole tensor's row-major bytes."""
+    run = window(whole, spec, box)
+    if run is not None:
+        np.copyto(run, data)
+        return
+    item = _ITEMS[DTYPE_BYTES[spec.dtype]]
+    inside = tuple(slice(low, low + n) for low, n in zip(box.offsets, box.sizes, strict=True))
+    whole.view(item).reshape(spec.shape)[inside] = data.view(item).reshape(box.sizes)
+
+
+def _part(manifest: Manifest, spec: TensorSpec, rank: int) -> Region | None:
+    """What a rank that serves a tensor serves of it."""
+    if spec.layout is None or manifest.mesh is None:
+        return next((box for _, box in owners(None, None, spec.shape)), None)
+    return region(spec.layout, manifest.mesh, spec.shape, rank)
