@@ -224,7 +224,8 @@ class _Stage:
         if self.keeps_gathered:
             return self.whole
         # the unit's own, and its predecessor's, which is fetched ahead
-        return self.root_params + sum(self.block_params[max(at - 1, 0) : at + 1])
+        near: int = sum(self.block_params[max(at - 1, 0) : at + 1])
+        return self.root_params + near
 
     def _update(self) -> tuple[int, ...]:
         """While the optimizer steps."""

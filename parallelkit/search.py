@@ -88,7 +88,8 @@ class Search:
         shown = self.estimates[:most]
         lines = [
             f"{best.plan.title}, {best.microbatches} microbatch(es)",
-            f"reckoned, not measured: {_gb(best.memory.total)} a device ({_said(best.memory, _gb)})",
+            f"reckoned, not measured: {_gb(best.memory.total)} a device "
+            f"({_said(best.memory, _gb)})",
             f"  and {_ms(best.seconds.total)} a step ({_said(best.seconds, _ms)})",
             f"for {self.world_size} x {_gb(hardware.memory)}, of which {_gb(hardware.usable)} are "
             f"used at most, {hardware.devices_per_host} a host; "
@@ -329,7 +330,7 @@ def _gb(nbytes: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _divisors(number: int) -> list[int]:
