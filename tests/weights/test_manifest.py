@@ -304,8 +304,8 @@ def test_a_layout_needs_a_mesh_that_has_its_axes():
         Manifest([spec])
     with pytest.raises(ManifestError, match="'w': the mesh has no axis 'tensor'"):
         Manifest([spec], Mesh(("data",), (2,)))
+    scalar = attrs.evolve(spec, name="v", shape=())
     with pytest.raises(ManifestError, match="'v': the layout .* divides dim 0"):
-        scalar = attrs.evolve(spec, name="v", shape=())
         Manifest([spec, scalar], Mesh(("tensor",), (2,)))
 
 

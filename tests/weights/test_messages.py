@@ -230,9 +230,20 @@ def test_rows_of_a_manifest_have_their_types(rows):
 
 @pytest.mark.parametrize(
     "mesh",
-    [[["data"]], [["data", 2, 2]], [["data", -1]], [["data", "2"]], [[b"data", 2]]]
-    + [[["a" * 257, 2]], [["data", True]], [["data", 1.0]], ["data"], {"data": 2}, None]
-    + [[[f"axis{i}", 1] for i in range(17)]],
+    [
+        [["data"]],
+        [["data", 2, 2]],
+        [["data", -1]],
+        [["data", "2"]],
+        [["data", True]],
+        [["data", 1.0]],
+        [[b"data", 2]],
+        [["a" * 257, 2]],
+        ["data"],
+        {"data": 2},
+        None,
+        [[f"axis{i}", 1] for i in range(17)],
+    ],
 )
 def test_axes_have_their_types_and_a_largest_number(mesh):
     fields = plain(m.Welcome(**WELCOME))
