@@ -1,0 +1,170 @@
+"""Layouts: which patterns of module names a user writes, and which styles they stand for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Final, TypeAlias
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from parallelkit.errors import LayoutError
+from parallelkit_torch import names
+
+#: What a module gets: one of `STYLES` by name, or a style object of torch's.
+Style: TypeAlias = str | ParallelStyle
+
+#: Styles by name, and what each does with a module's parameters, input and output.
+STYLES: Final[Mapping[str, str]] = {
+    "colwise": "weight divided by outputs; whole input, output divided in its last dim",
+    "colwise_gather": "as colwise, and the output is gathered",
+    "rowwise": "weight divided by inputs (an embedding's by its rows); whole output",
+    "sequence": "weights whole; input and output divided in dim 1, the sequence",
+    "replicate": "left alone, with all modules below",
+}
+_SPLIT: Final = (nn.Linear, nn.Embedding)
+_SHOWN: Final = 6
+
+
+def modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of `model` by its plain name, the model itself under `""`, wrappers left out.
+
+    A module that is in several places is listed once, under its first name.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> None:
+        module = names.unwrap(module)
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        found[name] = module
+        for key, child in module.named_children():
+            walk(child, f"{name}.{key}" if name else key)
+
+    walk(model, "")
+    return found
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a plain module name fits a pattern, part by part between the dots.
+
+    In a part `*`, `?` and `[...]` are as in file names; a part `**` is any number of parts.
+
+    Example:
+        >>> fits("layers.*.mlp", "layers.0.mlp"), fits("*.mlp", "layers.0.mlp")
+        (True, False)
+        >>> fits("**.mlp", "layers.0.mlp")
+        True
+    """
+
+    def rest(parts: list[str], words: list[str]) -> bool:
+        if not parts:
+            return not words
+        if parts[0] == "**":
+            return any(rest(parts[1:], words[i:]) for i in range(len(words) + 1))
+        return bool(words) and fnmatchcase(words[0], parts[0]) and rest(parts[1:], words[1:])
+
+    return rest(pattern.split("."), name.split("."))
+
+
+def resolve(layouts: Mapping[str, Style], found: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """Give each module the style of its pattern; pure.
+
+    Of several patterns for one module, the one with the most characters outside wildcards wins.
+    `"replicate"` holds for the modules below too, unless a pattern names them.
+
+    Args:
+        layouts: pattern to style.
+        found: modules by plain name, as `modules` lists them.
+
+    Raises:
+        LayoutError: a style is unknown or not for that kind of module, a pattern matches nothing
+            (the nearest names are listed), or two equally good patterns give different styles.
+    """
+    best: dict[str, tuple[int, str, Style]] = {}
+    for pattern, style in layouts.items():
+        _known(pattern, style)
+        hits = [name for name in found if fits(pattern, name)]
+        if not hits:
+            raise LayoutError(_unmatched(pattern, found))
+        weight = len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))
+        for name in hits:
+            _suits(pattern, name, found[name], style)
+            other = best.get(name)
+            if other is not None and other[0] == weight and other[2] != style:
+                raise LayoutError(
+                    f"layouts gives module {name!r} two styles: {other[1]!r} says {other[2]!r} and "
+                    f"{pattern!r} says {style!r}. Make one pattern more exact than the other"
+                )
+            if other is None or weight > other[0]:
+                best[name] = (weight, pattern, style)
+    chosen = {name: style for name, (_, _, style) in best.items()}
+    whole = [name for name, style in chosen.items() if style == "replicate"]
+    for name in found:
+        if any(below(name, top) for top in whole):
+            chosen.setdefault(name, "replicate")
+    return chosen
+
+
+def below(name: str, top: str) -> bool:
+    """Whether module `name` is inside module `top`."""
+    return bool(name) and (not top or name.startswith(f"{top}."))
+
+
+def general(name: str) -> str:
+    """A name with its numbers as wildcards: what layers have in common."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def grouped(names_: Iterable[str]) -> dict[str, list[str]]:
+    """Names by their general form, in order of first appearance."""
+    groups: dict[str, list[str]] = {}
+    for name in names_:
+        groups.setdefault(general(name), []).append(name)
+    return groups
+
+
+def dividable(found: Mapping[str, nn.Module]) -> str:
+    """The general names of the layers that can be divided, for messages."""
+    kinds = list(grouped(name for name, module in found.items() if isinstance(module, _SPLIT)))
+    more = f" and {len(kinds) - _SHOWN} more" if len(kinds) > _SHOWN else ""
+    return ", ".join(map(repr, kinds[:_SHOWN])) + more if kinds else "no nn.Linear or nn.Embedding"
+
+
+def _known(pattern: object, style: object) -> None:
+    if not isinstance(pattern, str):
+        raise LayoutError(f"layouts has the pattern {pattern!r:.100}; a pattern is a string")
+    if isinstance(style, ParallelStyle) or (isinstance(style, str) and style in STYLES):
+        return
+    near = difflib.get_close_matches(style, STYLES, n=1) if isinstance(style, str) else []
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise LayoutError(
+        f"layouts gives {pattern!r} the style {style!r:.100}{hint}; a style is "
+        f"{', '.join(map(repr, STYLES))} or a torch.distributed.tensor.parallel.ParallelStyle"
+    )
+
+
+def _suits(pattern: str, name: str, module: nn.Module, style: Style) -> None:
+    if style in ("colwise", "colwise_gather", "rowwise") and not isinstance(module, _SPLIT):
+        raise LayoutError(
+            f"layouts gives {pattern!r} the style {style!r}, and module {name!r} is a "
+            f"{type(module).__qualname__}; {style!r} is for nn.Linear and nn.Embedding. For others "
+            "pass a torch.distributed.tensor.parallel.ParallelStyle"
+        )
+    if style == "sequence" and isinstance(module, _SPLIT):
+        raise LayoutError(
+            f"layouts gives {pattern!r} the style 'sequence', and module {name!r} is a "
+            f"{type(module).__qualname__}; 'sequence' is for norms and the like"
+        )
+
+
+def _unmatched(pattern: str, found: Mapping[str, nn.Module]) -> str:
+    kinds = [kind for kind in grouped(found) if kind]
+    near = difflib.get_close_matches(general(pattern), kinds, n=3, cutoff=0.5)
+    hint = f"the nearest are {', '.join(map(repr, near))}" if near else f"it has {dividable(found)}"
+    return f"layouts has the pattern {pattern!r}, which fits no module of the model; {hint}"
