@@ -131,8 +131,13 @@ class Recipe:
         mesh = self.meshes.mesh(*(DATA if plan.data > 1 else ("data_shard",)))
         # A stage holds some of the blocks only: a pattern that matches none there is no mistake.
         found = blocks(part, patterns, strict=plan.pipeline == 1)
-        factor = float(plan.data_shard_count) if self.reduce == "mean" else 1.0
-        shard(part, mesh, names_of_blocks=found, factor=factor, options=self.settings.shards)
+        shard(
+            part,
+            mesh,
+            names_of_blocks=found,
+            reduce=self.reduce,
+            options=self.settings.shards,
+        )
         replicas = f", replicate {plan.data} times" if plan.data > 1 else ""
         return (
             f"shard {plan.data_shard} ways in {len(found)} blocks{replicas}, gradients by "

@@ -6,9 +6,11 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from parallelkit.errors import LayoutError
 from parallelkit_torch import names
@@ -54,30 +56,41 @@ def shard(
     mesh: DeviceMesh,
     *,
     names_of_blocks: Iterable[str],
-    factor: float,
+    reduce: str,
     options: Mapping[str, Any],
 ) -> None:
     """Shard `model` in place, its blocks first, each a unit of its own. Collective over `mesh`.
 
     Args:
         mesh: one dim, over which parameters are divided, or two: replicas, then shards.
-        factor: by what the sum of all ranks' gradients is divided: their number for a mean, 1
-            for a sum.
+        reduce: `"mean"` or `"sum"` of the gradients over `mesh`.
         options: of `fully_shard`, such as `reshard_after_forward`, `mp_policy`.
     """
-    for name in names_of_blocks:
-        fully_shard(model.get_submodule(name), mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    for module in [*(model.get_submodule(name) for name in names_of_blocks), model]:
+        module.register_forward_hook(_own_views)
+        fully_shard(module, mesh=mesh, **options)
     for module in sharded(model):
-        # Said outright, for gloo has neither AVG nor PREMUL_SUM, and NCCL's AVG over one rank
-        # is documented to be unreliable.
+        # gloo has neither AVG nor PREMUL_SUM, and NCCL's AVG over one rank is documented to be
+        # unreliable: a sum, then a division, is right everywhere.
         module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(factor)
+        if reduce == "sum":
+            # A factor for a mean must not be set: over one shard torch divides by it twice.
+            module.set_gradient_divide_factor(1.0)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """Every unit that `shard` made in `model`, wrappers looked through."""
     return [m for m in names.unwrap(model).modules() if isinstance(m, FSDPModule)]
+
+
+def _own_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views: an in-place change of one would drop FSDP2's hook on it.
+
+    What comes out of a divided last layer always is one.
+    """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output.requires_grad and output._is_view() else output
+    return tree_map_only(torch.Tensor, lambda x: _own_views(module, inputs, x), output)
 
 
 def _repeated(model: nn.Module) -> list[str]:
