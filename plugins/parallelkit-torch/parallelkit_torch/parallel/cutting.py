@@ -30,6 +30,10 @@ class Nothing(nn.Module):
         return torch.zeros((), device=x.device)
 
 
+#: What a stage has where another one has a module.
+STAND_INS: Final = (PassThrough, Nothing)
+
+
 class KeptList(nn.ModuleList):
     """The entries of a list that this stage has, under their names in the whole list.
 
@@ -111,7 +115,8 @@ def check(model: nn.Module, stages: Sequence[Sequence[str]]) -> str:
                     "model's forward must work when its first argument is the hidden states"
                 ) from error
     largest = float((x - whole).abs().max())
-    if not largest <= 1e-3 * float(whole.abs().max()) + 1e-6:
+    # The same kernels on the same values: equal but for kernels that are not deterministic.
+    if not largest <= 4 * torch.finfo(whole.dtype).eps * float(whole.abs().max()):
         raise StageError(
             f"the stages give another result than the whole model (it differs by {largest:.3g} on "
             f"{_SAMPLE_TOKENS} tokens): its forward does more between its parts, such as scaling "

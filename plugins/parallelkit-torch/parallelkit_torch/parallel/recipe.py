@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from parallelkit.errors import ExecutionModeError, RankMismatchError, Unsupporte
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit_torch import names
+from parallelkit_torch.parallel.cutting import STAND_INS
 from parallelkit_torch.parallel.mesh import DATA, Meshes
 from parallelkit_torch.parallel.replicate import replicate
 from parallelkit_torch.parallel.settings import Settings, needs_shards
@@ -70,7 +72,7 @@ class Recipe:
             if self.plan.tensor > 1:
                 from parallelkit_torch.parallel import tensor
 
-                steps += tensor.apply(part, self.meshes.mesh("tensor"), layouts)
+                steps += tensor.apply(part, self.meshes.mesh("tensor"), _held(part, layouts))
             if trainable and needs_shards(self.plan):
                 steps.append(self._shard(part))
         if whole is model and self.plan.data > 1 and trainable and not needs_shards(self.plan):
@@ -143,6 +145,12 @@ class Recipe:
             f"shard {plan.data_shard} ways in {len(found)} blocks{replicas}, gradients by "
             f"{self.reduce} (FSDP2)"
         )
+
+
+def _held(part: nn.Module, layouts: Mapping[str, Any]) -> dict[str, Any]:
+    """The layouts of modules that a stage really has: others may have left a stand-in."""
+    mine = {name for name, module in part.named_modules() if not isinstance(module, STAND_INS)}
+    return {name: layout for name, layout in layouts.items() if name in mine}
 
 
 def refuse(model: object) -> None:

@@ -61,7 +61,7 @@ def test_pipelines_with_another_axis(job: Job) -> None:
         4,
         {"pipeline": 2, "data": 2},
         {"pipeline": 2, "data_shard": 2},
-        {"pipeline": 2, "tensor": 2},
+        {"pipeline": 2, "tensor": 2, "sequence": True},
         {"pipeline": 2, "data_shard": 2, "schedule": "interleaved"},
         {"pipeline": 4, "model": "mlp"},
     )
