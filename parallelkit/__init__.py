@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from parallelkit.context import parallel_context as parallel_context
     from parallelkit.errors import ParallelKitError as ParallelKitError
     from parallelkit.errors import PluginWarning as PluginWarning
+    from parallelkit.execution import check_graph as check_graph
+    from parallelkit.execution import compare_modes as compare_modes
     from parallelkit.execution import execution_mode as execution_mode
     from parallelkit.explain import Explanation as Explanation
     from parallelkit.explain import explain as explain
+    from parallelkit.graphs import GraphReport as GraphReport
+    from parallelkit.graphs import ModeComparison as ModeComparison
     from parallelkit.groups import current_group as current_group
     from parallelkit.groups import init_process_group as init_process_group
     from parallelkit.launch import LaunchInfo as LaunchInfo
@@ -50,7 +54,9 @@ if TYPE_CHECKING:
 _WHERE = {
     "ExecutionMode": "protocols",
     "Explanation": "explain",
+    "GraphReport": "graphs",
     "LaunchInfo": "launch",
+    "ModeComparison": "graphs",
     "ParallelContext": "protocols",
     "ParallelKitError": "errors",
     "ParallelPlan": "plan",
@@ -62,6 +68,8 @@ _WHERE = {
     "TransferReport": "weights",
     "WeightPublisher": "weights",
     "WeightSubscriber": "weights",
+    "check_graph": "execution",
+    "compare_modes": "execution",
     "current_group": "groups",
     "execution_mode": "execution",
     "explain": "explain",
@@ -78,7 +86,9 @@ _WHERE = {
 __all__ = [
     "ExecutionMode",
     "Explanation",
+    "GraphReport",
     "LaunchInfo",
+    "ModeComparison",
     "ParallelContext",
     "ParallelKitError",
     "ParallelPlan",
@@ -91,6 +101,8 @@ __all__ = [
     "WeightPublisher",
     "WeightSubscriber",
     "__version__",
+    "check_graph",
+    "compare_modes",
     "current_group",
     "execution_mode",
     "explain",

@@ -138,6 +138,10 @@ class CheckpointError(ParallelKitError):
     """A checkpoint cannot be written there, is incomplete, or is not this model's."""
 
 
+class ExampleError(PlanError):
+    """An example batch does not run through the model that it is given for."""
+
+
 class NoPlanError(PlanError):
     """No plan fits the memory and the limits given; the message has the smallest need found.
 
@@ -176,6 +180,10 @@ class UnknownLengthError(DataShardError, TypeError):
 
 class ExecutionModeError(ParallelKitError):
     """An execution mode is unknown, or cannot be applied to the object given."""
+
+
+class FunctionFailedError(ExecutionModeError):
+    """A function raised while `check_graph` or `compare_modes` ran it; chained to the cause."""
 
 
 # --- weight transfer ---------------------------------------------------------------------------

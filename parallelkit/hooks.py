@@ -11,11 +11,12 @@ answers. Answers are checked: a wrong one is blamed on the plugin, by name and d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
 
-from parallelkit import protocols, specs
+from parallelkit import graphs, protocols, specs
 from parallelkit.errors import ParallelKitError, PluginContractError, PluginError
 from parallelkit.loader import PluginManager, default_manager
 from parallelkit.records import HookFailure, Implementation, PluginInfo
@@ -98,6 +99,24 @@ def set_execution_mode(
     return _selected(
         "parallelkit_set_execution_mode", plugin, manager, protocols.ExecutionMode, spec=spec
     )
+
+
+def check_graph(
+    plugin: PluginInfo, spec: specs.GraphSpec, *, manager: PluginManager | None = None
+) -> graphs.GraphReport:
+    """Check a function by `plugin`. Runs it once; collective where the function is."""
+    answer = _call_one("parallelkit_check_graph", plugin, manager, spec=spec)
+    check = partial(_instance, answer, graphs.GraphReport, "parallelkit_check_graph")
+    return _checked(plugin, check)
+
+
+def compare_modes(
+    plugin: PluginInfo, spec: specs.ComparisonSpec, *, manager: PluginManager | None = None
+) -> graphs.ModeComparison:
+    """Compare modes by `plugin`. Runs the function many times; collective where it is."""
+    answer = _call_one("parallelkit_compare_modes", plugin, manager, spec=spec)
+    check = partial(_instance, answer, graphs.ModeComparison, "parallelkit_compare_modes")
+    return _checked(plugin, check)
 
 
 def launch(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from parallelkit import protocols, specs
+    from parallelkit import graphs, protocols, specs
 
 PROJECT = "parallelkit"
 
@@ -80,6 +80,25 @@ def parallelkit_setup_parallel_context(
 @hookspec(firstresult=True)
 def parallelkit_set_execution_mode(spec: specs.ExecutionSpec) -> protocols.ExecutionMode | None:
     """Prepare eager or graph execution. *First result*, of the selected plugin. Not collective."""
+
+
+@hookspec(firstresult=True)
+def parallelkit_check_graph(spec: specs.GraphSpec) -> graphs.GraphReport | None:
+    """Say what keeps a function from being one graph. *First result*, of the selected plugin.
+
+    The function is run once and everything that graph mode cannot take is reported, with file
+    and line of the user's code. Other compiled functions of the process keep what was compiled.
+    What the function itself raises becomes a `FunctionFailedError`, chained to it.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_compare_modes(spec: specs.ComparisonSpec) -> graphs.ModeComparison | None:
+    """Run a function in both modes and compare. *First result*, of the selected plugin.
+
+    Each run sees the same arguments, random state and model state; all are restored. Errors as
+    in `parallelkit_check_graph`.
+    """
 
 
 @hookspec(firstresult=True)

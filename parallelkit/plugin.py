@@ -19,6 +19,7 @@ plugin that states another major version is not called at all; the report shows 
 from __future__ import annotations
 
 from parallelkit import errors
+from parallelkit.graphs import Difference, GraphBreak, GraphReport, ModeComparison
 from parallelkit.hookspecs import hookimpl
 from parallelkit.launch import LaunchInfo
 from parallelkit.protocols import (
@@ -33,9 +34,11 @@ from parallelkit.protocols import (
 )
 from parallelkit.specs import (
     Candidate,
+    ComparisonSpec,
     ContextSpec,
     DemoSpec,
     ExecutionSpec,
+    GraphSpec,
     GroupSpec,
     HostIdentity,
     LaunchSpec,
@@ -52,16 +55,22 @@ API_VERSION = 1
 __all__ = [
     "API_VERSION",
     "Candidate",
+    "ComparisonSpec",
     "ContextSpec",
     "DemoSpec",
+    "Difference",
     "EngineClient",
     "ExecutionMode",
     "ExecutionSpec",
+    "GraphBreak",
+    "GraphReport",
+    "GraphSpec",
     "GroupSpec",
     "HostIdentity",
     "LaunchInfo",
     "LaunchSpec",
     "Manifest",
+    "ModeComparison",
     "ParallelContext",
     "ProbeRequest",
     "ProcessGroup",

@@ -112,17 +112,52 @@ class ParallelContext(Protocol):
     def parallelize(self, model: Any) -> Any:
         """Spread `model`; collective, the same model on every rank."""
 
+    def train_step(
+        self,
+        model: Any,
+        inputs: Any,
+        target: Any = None,
+        *,
+        loss: Callable[[Any, Any], Tensor],
+        microbatches: int | None = None,
+        weight: float | None = None,
+        sync: bool = True,
+        backward: bool = True,
+    ) -> Tensor:
+        """Run one batch forward and backward, alike under every plan; returns its loss.
+
+        Collective over all ranks. The optimiser's step is the caller's.
+        """
+
+    def accumulate(self, model: Any, *, sync: bool) -> AbstractContextManager[None]:
+        """Within, backward passes reduce gradients over the data axes only if `sync`."""
+
+    def clip_grad_norm_(self, model: Any, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients to a norm, over all shards and stages; returns it. Collective."""
+
+    def weighted_mean(self, total: Tensor, weight: float) -> Tensor:
+        """Turn this data part's summed loss into one whose gradients weigh all parts' tokens.
+
+        Collective over the data axes.
+        """
+
     def shard(
         self,
         dataset: Any,
         *,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         mode: str = "pad",
-        shuffle: bool = False,
+        shuffle: bool | None = None,
         seed: int = 0,
         **options: Any,
     ) -> Any:
         """Make a loader over this rank's part of `dataset`, by data coordinate. Not collective."""
+
+    def save(self, path: str, model: Any, optimizer: Any = None) -> None:
+        """Write a checkpoint that any other plan can load. Collective."""
+
+    def load(self, path: str, model: Any, optimizer: Any = None) -> Any:
+        """Read a checkpoint in place, whatever plan wrote it. Collective."""
 
     def reset(self) -> None:
         """Undo what the context changed globally; harmless when repeated."""
@@ -141,8 +176,24 @@ class ExecutionMode(Protocol):
     @property
     def reason(self) -> str: ...
 
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far for what `compile` was given."""
+
+    @property
+    def recompiles(self) -> int:
+        """How often something that was compiled already was compiled again; constant over steps
+        whose shapes and types are constant."""
+
+    @property
+    def graph_breaks(self) -> int:
+        """Places in the code where a graph had to end early."""
+
     def compile(self, target: Callable[..., Any] | Any) -> Any:
         """Return `target`, a function or a model, ready to run in this mode."""
+
+    def explain(self) -> str:
+        """Say what was done to each target, in order, and what became of it."""
 
     def __enter__(self) -> ExecutionMode: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -179,6 +230,62 @@ class WeightSource(Protocol):
 
         Raises:
             UnsupportedFeatureError: tensors of this source cannot live in foreign memory.
+        """
+
+
+@runtime_checkable
+class ShardedSource(WeightSource, Protocol):
+    """Weights of which every rank of the publisher holds a part.
+
+    Each rank has a source of its own. An update calls `look` on all; then rank 0 works, `gather`
+    included, and ends with `dismiss`, while the others are in `serve`.
+    """
+
+    def join(self, group: ProcessGroup | None) -> None:
+        """Make one manifest of what all ranks hold; before any other call. Collective.
+
+        No tensor is moved. Afterwards `manifest` is the whole model's, with layouts, on every
+        rank. What is wrong on one rank is raised on all.
+
+        Raises:
+            RankMismatchError: the ranks hold different models.
+            UnsupportedFeatureError: a layout that no manifest can say, by name.
+        """
+
+    def look(self) -> None:
+        """An update begins: look at the model again. Collective, and blocks for every rank.
+
+        Raises:
+            ManifestError: on some rank the model is not what the manifest says; on all ranks.
+        """
+
+    def gather(self, buffers: Sequence[memoryview], *, seconds: float, check: bool) -> None:
+        """Fill the writable host buffer of each unique tensor with the whole. Rank 0 only.
+
+        Args:
+            seconds: for everything; each wait within is bounded by it.
+            check: compare hashes taken where bytes come from with hashes taken here.
+
+        Raises:
+            PeerLostError, UpdateTimeoutError: a rank is gone or too slow; the group is broken.
+            CorruptionError, WeightTransferError: bytes came changed, or could not be read.
+        """
+
+    def serve(self, seconds: float) -> None:
+        """Hand out what rank 0 asks for, until its `dismiss`. Ranks other than 0.
+
+        Args:
+            seconds: how long rank 0 may be silent.
+
+        Raises:
+            PeerLostError, UpdateTimeoutError: rank 0, or a rank it names, is gone or too slow.
+        """
+
+    def dismiss(self) -> bool:
+        """Let the others leave `serve`. Rank 0, once in every update, however it went.
+
+        Returns:
+            Whether the group still works; if not, the others were told why.
         """
 
 

@@ -7,7 +7,7 @@ an older core keeps working.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
@@ -156,6 +156,7 @@ class ContextSpec:
     Attributes:
         plan: validated degrees and coordinates.
         mode: `"standalone"`, `"data"`, `"hybrid"`, `"semi_auto"` or `"auto"`.
+        pinned: the degrees that the user gave, by axis; with `"auto"` the others are free.
         reduce: `"mean"` or `"sum"` of the ranks' gradients, the same on every framework.
         fallback: take the nearest mode that can run, and say so, instead of an error.
         options: framework-specific options, refused by name when unknown.
@@ -163,6 +164,7 @@ class ContextSpec:
 
     plan: ParallelPlan
     mode: str
+    pinned: Mapping[str, int] = attrs.field(factory=dict)
     reduce: Reduce = "mean"
     fallback: bool = False
     options: Mapping[str, Any] = attrs.field(factory=dict)
@@ -188,6 +190,42 @@ class ExecutionSpec:
     def _known(self, attribute: object, value: str) -> None:
         if value not in ("eager", "graph"):
             raise ExecutionModeError(f"execution mode is {value!r}; it is 'eager' or 'graph'")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class GraphSpec:
+    """A function whose way into a graph is to be checked.
+
+    Attributes:
+        framework: whose graph mode.
+        function: a function or a model; args, kwargs: what to call it with, once.
+    """
+
+    framework: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ComparisonSpec:
+    """A function to be run in both modes.
+
+    Attributes:
+        framework: whose modes.
+        function: a function or a model; args, kwargs: what to call it with.
+        repeat: timed pairs of calls, at least 1.
+        gradients: compare gradients too.
+        options: options of graph mode, refused by name when unknown.
+    """
+
+    framework: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    repeat: int = 10
+    gradients: bool = False
+    options: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
