@@ -110,7 +110,7 @@ def _run(
     *,
     backward: bool,
 ) -> tuple[Shape, ...]:
-    with _untouched(stage, arguments), torch.set_grad_enabled(backward):
+    with _untouched(stage, arguments), torch.no_grad():
         output = stage(*arguments, **named)
     outputs = output if isinstance(output, tuple) else (output,)
     for x in outputs:
@@ -119,7 +119,10 @@ def _run(
                 f"stage {index} gives a DTensor; what goes to the next stage is a plain tensor: "
                 "let the layout of its last module give local output"
             )
-    return tuple(Shape.of(x) for x in outputs)
+    # Not seen without a graph, which would cost its memory. Where this says too much, zeros come
+    # back for the output, and torch leaves them out.
+    trained = backward and any(x.requires_grad for x in (*arguments, *stage.parameters()))
+    return tuple(Shape.of(x)._replace(trained=trained and x.is_floating_point()) for x in outputs)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,13 @@ class _Stage(PipelineStage):
         if self.has_backward and self.sync:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Do nothing: torch would drop gradients that earlier batches left to add up.
+
+        It does so after running the stage to find shapes, and, as of 2.13, where it was told the
+        shapes and ran nothing, too.
+        """
+
 
 @attrs.frozen(eq=False)
 class _Ready:
