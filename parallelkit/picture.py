@@ -8,6 +8,7 @@ and its last part.
 
 from __future__ import annotations
 
+import colorsys
 import math
 import xml.etree.ElementTree as ET
 
@@ -259,7 +260,11 @@ def _colour(part: int) -> str:
     """Return a light colour, on which dark text can be read in either scheme."""
     turn, hue = divmod(part, len(_HUES))
     # 137.5 degrees, the golden angle, keeps later turns away from earlier ones
-    return f"hsl({(_HUES[hue] + 137.5 * turn) % 360:g}, 65%, {(78, 86, 70)[turn % 3]}%)"
+    # In hexadecimal, which every viewer reads; some do not know hsl().
+    rgb = colorsys.hls_to_rgb(
+        (_HUES[hue] + 137.5 * turn) % 360 / 360, (0.78, 0.86, 0.70)[turn % 3], 0.65
+    )
+    return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 
 def _rectangle(

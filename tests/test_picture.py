@@ -18,6 +18,7 @@ from parallelkit.plan import AXES, ParallelPlan, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+SHOWN = re.compile(r"!\[.*\]\([./]*pictures/(\S+)\)")
 COMMAND = re.compile(r"^parallelkit (plan .*--svg docs/pictures/(\S+))$", re.MULTILINE)
 
 
@@ -122,8 +123,11 @@ def test_the_pictures_of_the_documents_are_current(
 ) -> None:
     (tmp_path / "docs" / "pictures").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    commands = COMMAND.findall((DOCS / "plan.md").read_text())
-    assert {name for _, name in commands} == {p.name for p in (DOCS / "pictures").glob("plan-*")}
+    texts = [page.read_text() for page in sorted(DOCS.rglob("*.md"))]
+    commands = [found for text in texts for found in COMMAND.findall(text)]
+    pictures = {p.name for p in (DOCS / "pictures").glob("*.svg")}
+    assert {name for _, name in commands} == pictures
+    assert pictures == {name for text in texts for name in SHOWN.findall(text)}
     for command, name in commands:
         assert main(shlex.split(command)) == 0
         made = (tmp_path / "docs" / "pictures" / name).read_text()
