@@ -123,8 +123,10 @@ def _unpaired(found: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> It
         if kind(s) == "rowwise" and isinstance(m := found.get(n), nn.Linear)
     }
     named = [n for n, style in styles.items() if isinstance(style, str)]
-    loose = [n for n in named if n in columns and not _divides(columns[n], _nearest(n, rows))]
-    unfed = [n for n in named if n in rows and rows[n] not in _nearest(n, columns)]
+    loose = [
+        n for n in named if n in columns and not _divides(columns[n], _nearest(n, rows, found, 1))
+    ]
+    unfed = [n for n in named if n in rows and rows[n] not in _nearest(n, columns, found, -1)]
     for shown, members in grouped(loose).items():
         yield (
             f"{shown!r} is 'colwise' ({columns[members[0]]} outputs, divided) and no 'rowwise' "
@@ -151,13 +153,22 @@ def _divides(width: int, others: list[int]) -> bool:
     return any(other % width == 0 for other in others)
 
 
-def _nearest(name: str, others: Mapping[str, int]) -> list[int]:
-    """Widths of `others` under the nearest ancestor of `name` that has any."""
+def _nearest(
+    name: str, others: Mapping[str, int], found: Mapping[str, nn.Module], side: int
+) -> list[int]:
+    """Widths of `others` under the nearest ancestor of `name` that has any.
+
+    Where that is an `nn.Sequential`, those after `name` (`side` 1) or before it (-1) count.
+    """
+    place = {each: number for number, each in enumerate(found)}
+    own = place[name]
     while name:
         name = name.rpartition(".")[0]
-        near = [w for other, w in others.items() if not name or other.startswith(f"{name}.")]
+        near = [other for other in others if not name or below(other, name)]
+        if isinstance(found[name], nn.Sequential):
+            near = [other for other in near if (place[other] - own) * side > 0]
         if near:
-            return near
+            return [others[other] for other in near]
     return []
 
 

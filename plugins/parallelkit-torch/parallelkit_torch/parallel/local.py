@@ -25,7 +25,8 @@ def own_outputs(module: nn.Module) -> None:
 
     `DTensor.to_local` gives a view, of a wait for a collective even. FSDP2 hangs its pre-backward
     hook on a module's output; an operation in place on a view (`logits /= 2`) would drop it and
-    make gradients wrong without a word.
+    make gradients wrong without a word. For modules whose last operation saves no output for
+    its gradient (a linear layer, a collective): what is saved would be changed in place as well.
     """
     module.register_forward_hook(_own)
 

@@ -107,7 +107,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> li
         native = _native(found[name], style)
         if native is not None:
             parallelize_module(found[name], mesh, native)
-            own_outputs(found[name])
+            if isinstance(found[name], nn.Linear | nn.Embedding) or isinstance(style, Block):
+                own_outputs(found[name])
     for place in places:
         place.settle(places)
     return _lines(found, here)
