@@ -87,88 +87,6 @@ def compare(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> 
         )
 
 
-# whole against divided, with and without dividing the sequence, tied and not
-for sequence in (False, True):
-    for tied in (False, True):
-        reference = decoder(0, tied=tied)
-        model = decoder(0, tied=tied)
-        buffers = dict(model.named_buffers())
-        chosen, said = divide(model, sequence=sequence)
-        assert ("model.layers.* (2): Block" in said) == sequence, said
-        assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
-        layer = model.get_submodule("model.layers.1")
-        assert layer.self_attn.k_proj.weight.to_local().shape == (16 // world, 16)
-        assert layer.mlp.down_proj.weight.to_local().shape == (16, 32 // world)
-        assert isinstance(layer.input_layernorm.weight, DTensor) == sequence
-        assert not isinstance(model.get_parameter("model.norm.weight"), DTensor)
-        table, head = model.get_parameter("model.embed_tokens.weight"), model.lm_head.weight
-        assert (table is head) == tied
-        assert table.placements == head.placements == (Shard(0),)
-        compare(model, reference)
-        compare(model, reference)  # gradients add up over micro-batches
-
-# a step of the optimiser keeps all ranks together
-for parameters in (model.parameters(), reference.parameters()):
-    torch.optim.AdamW(parameters, lr=0.1).step()
-torch.testing.assert_close(loss_of(model), loss_of(reference), rtol=1e-4, atol=1e-4)
-
-# divided parameters get the first rank's values, and replicated ones of "sequence" as well
-model, reference = decoder(rank), decoder(0)
-divide(model, sequence=True)
-for name, parameter in model.named_parameters():
-    if isinstance(parameter, DTensor):
-        assert torch.equal(whole(parameter), reference.get_parameter(name)), name
-
-# frozen stays frozen, thawed works, marks of the user's stay
-model, reference = decoder(), decoder()
-for each in (model, reference):
-    each.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
-    each.get_parameter("model.layers.0.input_layernorm.weight").requires_grad_(False)
-model.lm_head.weight.mark = "mine"
-divide(model, sequence=True)
-assert model.lm_head.weight.mark == "mine"
-frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-assert frozen == [n for n, p in reference.named_parameters() if not p.requires_grad] != []
-for each in (model, reference):
-    each.requires_grad_(True)
-compare(model, reference)
-
-# low precision
-model, reference = decoder(dtype=torch.bfloat16), decoder(dtype=torch.bfloat16)
-divide(model, sequence=True)
-assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-compare(model, reference, tolerance=3e-2)
-
-# a sequence that cannot be divided is refused at the call; without dividing it, it is fine
-odd = tokens[:, :7]
-try:
-    loss_of(model, odd)
-except LayoutError as error:
-    assert f"tensor={world} got hidden states of shape [2, 7, 16]" in str(error)
-else:
-    raise AssertionError("a sequence of 7 was divided")
-model, reference = decoder(), decoder()
-divide(model)
-torch.testing.assert_close(loss_of(model, odd), loss_of(reference, odd))
-
-# a stage of a pipeline holds some layers only: the ends of what is here are its ends
-model, reference = decoder(layers=3), decoder(layers=3)
-chosen = tensor.styles(model, sequence=True)
-for each in (model, reference):
-    del each.get_submodule("model.layers")[0]
-stage = nn.Module()
-stage.model = nn.Module()
-stage.model.layers = nn.ModuleDict({"1": model.model.layers[0]})
-lines = tensor.apply(stage, mesh, chosen)
-assert any("Block(first=True, last=True)" in line for line in lines), lines
-x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2))
-angles = reference.model.rotary_emb(torch.arange(8))
-torch.testing.assert_close(
-    stage.model.layers["1"](x, *angles), reference.model.layers[0](x, *angles)
-)
-
-
-# layouts of the user's, on names that nobody knows
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -190,26 +108,124 @@ def net(seed: int = 0) -> nn.Module:
     return Net()
 
 
-small = tokens % 12
-for layouts in (
-    {"table": "rowwise", "cells.*.0": "colwise", "cells.*.2": "rowwise", "last": "colwise_gather"},
-    {"table": "colwise_gather", "last": RowwiseParallel(input_layouts=Replicate())},
-    {"cells.0.0": ColwiseParallel(), "cells.0.2": "rowwise", "cells.*.*": "replicate"},
-):
-    model, reference = net(), net()
-    divide(model, layouts=layouts, builtin=False)
-    loss = loss_of(model, small)
-    torch.testing.assert_close(loss, loss_of(reference, small), rtol=1e-5, atol=1e-5)
-    compare_with = dict(reference.named_parameters())
-    loss.backward()
-    loss_of(reference, small).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            whole(parameter.grad), compare_with[name].grad, rtol=1e-5, atol=1e-5, msg=name
-        )
+def check_whole(*, sequence: bool, tied: bool) -> None:
+    """Loss and gradients, twice, and a step of the optimiser, which keeps ranks together."""
+    reference = decoder(0, tied=tied)
+    model = decoder(0, tied=tied)
+    buffers = dict(model.named_buffers())
+    _, said = divide(model, sequence=sequence)
+    assert ("model.layers.* (2): Block" in said) == sequence, said
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+    layer = model.get_submodule("model.layers.1")
+    assert layer.self_attn.k_proj.weight.to_local().shape == (16 // world, 16)
+    assert layer.mlp.down_proj.weight.to_local().shape == (16, 32 // world)
+    assert isinstance(layer.input_layernorm.weight, DTensor) == sequence
+    assert not isinstance(model.get_parameter("model.norm.weight"), DTensor)
+    table, head = model.get_parameter("model.embed_tokens.weight"), model.lm_head.weight
+    assert (table is head) == tied
+    assert table.placements == head.placements == (Shard(0),)
+    compare(model, reference)
+    compare(model, reference)  # gradients add up over micro-batches
+    for parameters in (model.parameters(), reference.parameters()):
+        torch.optim.AdamW(parameters, lr=0.1).step()
+    torch.testing.assert_close(loss_of(model), loss_of(reference), rtol=1e-4, atol=1e-4)
 
-# FSDP2 over what is divided: one parameter for tied ones, whole gradients for norms
-if world == 4:
+
+def check_first_rank_wins() -> None:
+    """Divided parameters get the first rank's values, and whole ones of "sequence" as well."""
+    model, reference = decoder(rank), decoder(0)
+    divide(model, sequence=True)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            assert torch.equal(whole(parameter), reference.get_parameter(name)), name
+
+
+def check_marks_and_freezing() -> None:
+    """Frozen stays frozen, thawed works, marks of the user's stay."""
+    model, reference = decoder(), decoder()
+    for each in (model, reference):
+        each.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
+        each.get_parameter("model.layers.0.input_layernorm.weight").requires_grad_(False)
+    model.lm_head.weight.mark = "mine"
+    divide(model, sequence=True)
+    assert model.lm_head.weight.mark == "mine"
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == [n for n, p in reference.named_parameters() if not p.requires_grad] != []
+    for each in (model, reference):
+        each.requires_grad_(True)
+    compare(model, reference)
+
+
+def check_low_precision() -> None:
+    """bfloat16, as far as its eight bits go."""
+    model, reference = decoder(dtype=torch.bfloat16), decoder(dtype=torch.bfloat16)
+    divide(model, sequence=True)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    compare(model, reference, tolerance=3e-2)
+
+
+def check_odd_length() -> None:
+    """Refused at the call where the sequence is divided; fine where it is not."""
+    odd = tokens[:, :7]
+    model = decoder()
+    divide(model, sequence=True)
+    try:
+        loss_of(model, odd)
+    except LayoutError as error:
+        assert f"tensor={world} got hidden states of shape [2, 7, 16]" in str(error)
+    else:
+        raise AssertionError("a sequence of 7 was divided")
+    model, reference = decoder(), decoder()
+    divide(model)
+    torch.testing.assert_close(loss_of(model, odd), loss_of(reference, odd))
+
+
+def check_stage() -> None:
+    """A pipeline stage holds some layers only: its ends are those of what is here."""
+    model, reference = decoder(layers=3), decoder(layers=3)
+    chosen = tensor.styles(model, sequence=True)
+    for each in (model, reference):
+        del each.get_submodule("model.layers")[0]
+    stage = nn.Module()
+    stage.model = nn.Module()
+    stage.model.layers = nn.ModuleDict({"1": model.model.layers[0]})
+    lines = tensor.apply(stage, mesh, chosen)
+    assert any("Block(first=True, last=True)" in line for line in lines), lines
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2))
+    angles = reference.model.rotary_emb(torch.arange(8))
+    torch.testing.assert_close(
+        stage.model.layers["1"](x, *angles), reference.model.layers[0](x, *angles)
+    )
+
+
+def check_layouts() -> None:
+    """Layouts of the user's, on names that nobody knows."""
+    small = tokens % 12
+    for layouts in (
+        {
+            "table": "rowwise",
+            "cells.*.0": "colwise",
+            "cells.*.2": "rowwise",
+            "last": "colwise_gather",
+        },
+        {"table": "colwise_gather", "last": RowwiseParallel(input_layouts=Replicate())},
+        {"cells.0.0": ColwiseParallel(), "cells.0.2": "rowwise", "cells.*.*": "replicate"},
+    ):
+        model, reference = net(), net()
+        divide(model, layouts=layouts, builtin=False)
+        loss = loss_of(model, small)
+        torch.testing.assert_close(loss, loss_of(reference, small), rtol=1e-5, atol=1e-5)
+        compare_with = dict(reference.named_parameters())
+        loss.backward()
+        loss_of(reference, small).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                whole(parameter.grad), compare_with[name].grad, rtol=1e-5, atol=1e-5, msg=name
+            )
+
+
+def check_shards() -> None:
+    """FSDP2 over what is divided: one parameter for tied ones, whole gradients."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_shard", "tensor"))
     model, reference = decoder(tied=True), decoder(tied=True)
     divide(model, square["tensor"], sequence=True)
@@ -229,13 +245,31 @@ if world == 4:
             msg=name,
         )
 
-# what is divided already is refused
-model = decoder()
-divide(model)
-try:
+
+def check_twice() -> None:
+    """What is divided already is refused."""
+    model = decoder()
     divide(model)
-except LayoutError as error:
-    assert "divided already" in str(error)
+    try:
+        divide(model)
+    except LayoutError as error:
+        assert "divided already" in str(error)
+    else:
+        raise AssertionError("divided twice")
+
+
+if world == 2:
+    for sequence, tied in ((False, False), (False, True), (True, False), (True, True)):
+        check_whole(sequence=sequence, tied=tied)
+    check_first_rank_wins()
+    check_marks_and_freezing()
+    check_low_precision()
+    check_odd_length()
+    check_stage()
+    check_layouts()
+    check_twice()
 else:
-    raise AssertionError("divided twice")
+    check_whole(sequence=False, tied=False)
+    check_whole(sequence=True, tied=True)
+    check_shards()
 group.close()
