@@ -1,7 +1,8 @@
 """Products of axes on real ranks: what is trained equals one process with the whole batch.
 
 Arguments: a JSON list of cases, each with degrees and options of `pk.parallel_context`, and
-`model` ("decoder", "tied" or "mlp"). All cases run in one job, one context each.
+`model` ("decoder", "tied" or "mlp"). All cases run in one job, one context each. A second argument
+is the device type, `cpu` by default.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def batch(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     if kind == "mlp":
         x = torch.randn(ITEMS, 6, generator=generator)
-        return x, torch.randint(0, 4, (ITEMS,), generator=generator)
-    tokens = torch.randint(0, VOCAB, (ITEMS, LENGTH + 1), generator=generator)
+        return x.to(device), torch.randint(0, 4, (ITEMS,), generator=generator).to(device)
+    tokens = torch.randint(0, VOCAB, (ITEMS, LENGTH + 1), generator=generator).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -90,7 +91,7 @@ def run(case: dict[str, Any]) -> None:
         parts = plan.data_shard_count
         combined = 1.0 if reduce == "mean" else float(parts)
         model = context.parallelize(build(kind, seed=group.rank))  # rank 0's values win
-        reference = build(kind, seed=0)
+        reference = build(kind, seed=0).to(device)
         values(model, reference, what)
         mine = slice(part * ITEMS // parts, (part + 1) * ITEMS // parts)
 
@@ -145,7 +146,8 @@ def run(case: dict[str, Any]) -> None:
         assert "take rank 0's values" in context.explain() or plan.data == plan.world_size
 
 
-group = pk.init_process_group(device="cpu", timeout=60)
+group = pk.init_process_group(device=sys.argv[2] if len(sys.argv) > 2 else "cpu", timeout=60)
+device = torch.device(group.device)
 for one in json.loads(sys.argv[1]):
     try:
         run(one)
