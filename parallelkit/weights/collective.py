@@ -42,10 +42,10 @@ def pack_error(error: Exception) -> dict[str, Any]:
     return packed
 
 
-def unpack_error(packed: dict[str, Any]) -> ParallelKitError:
-    """The error to raise on another rank for what `pack_error` made."""
+def unpack_error(packed: dict[str, Any], rank: int = 0) -> ParallelKitError:
+    """The error to raise on another rank for what `pack_error` made on `rank`."""
     kind = _ERRORS.get(str(packed["error"]), WeightTransferError)
-    message = f"{packed['message']} (as rank 0 reports)"
+    message = f"{packed['message']} (as rank {rank} reports)"
     if issubclass(kind, UpdateAbortedError):
         return kind(message, failures=packed.get("failures"))
     if issubclass(kind, PartialCommitError):

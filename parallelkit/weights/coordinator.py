@@ -18,13 +18,14 @@ from parallelkit.errors import (
     UpdateTimeoutError,
     VersionError,
 )
-from parallelkit.protocols import PublisherTransport, WeightSource
+from parallelkit.protocols import PublisherTransport, ShardedSource, WeightSource
 from parallelkit.specs import HostIdentity, TransportCandidate, TransportRequest, TransportSpec
 from parallelkit.weights import messages as m
 from parallelkit.weights.blocks import Digests, Workers, as_bytes, hash_arena, stage, wanted_blocks
 from parallelkit.weights.control import ControlServer, Stop
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.members import Member, Members
+from parallelkit.weights.parcels import split_bytes
 from parallelkit.weights.plan import TransferPlan
 from parallelkit.weights.report import MemberReport, TransferReport
 from parallelkit.weights.ticket import TicketOffice
@@ -75,6 +76,7 @@ class Coordinator:
         self._source = source
         self._run_id = secrets.token_bytes(16)
         self._workers = Workers()
+        self._gathered = split_bytes(plan.manifest)[1]
         self._unchanged = 0
         self._last: Digests | None = None
         self._phase_hook: Callable[[str], None] = lambda phase: None
@@ -187,7 +189,9 @@ class Coordinator:
         update.begin()
         self._phase("begin")
         update.lap("begin")
-        if not aliased and update.members:
+        if isinstance(self._source, ShardedSource) and update.members:
+            digests = self._gather(self._source, update, wanted)
+        elif not aliased and update.members:
             fetch, arena = self._source.host_bytes, self._arena
             digests = stage(fetch, self.plan, arena, self._workers, wanted)
             self._phase("stage")
@@ -203,6 +207,19 @@ class Coordinator:
         update.compare(digests, wanted)
         self._phase("verify")
         update.lap("verify")
+        return digests
+
+    def _gather(self, source: ShardedSource, update: Update, wanted: Sequence[bool]) -> Digests:
+        """Let the ranks' parts come together in the arena; its digests are the source's."""
+        source.gather(
+            self._spans(),
+            seconds=update.deadline - time.monotonic(),
+            check=self.settings.verify in ("digest", "readback"),
+        )
+        self._phase("stage")
+        update.lap("gather")
+        digests = hash_arena(self._arena, self.plan, self._workers, wanted)
+        update.lap("digest")
         return digests
 
     def _check_readback(self, message: m.Committed, digests: Digests) -> str:
@@ -229,6 +246,7 @@ class Coordinator:
         report = TransferReport(
             version=update.version,
             nbytes=self.plan.manifest.nbytes,
+            gathered_bytes=self._gathered if members else 0,
             tensors=len(self.plan.manifest.tensors),
             transport=self.choice.name,
             verify=self.settings.verify,
@@ -317,9 +335,13 @@ class Coordinator:
         return self._transport.offer()
 
     def _adopt(self) -> None:
+        self._source.adopt(self._spans())
+
+    def _spans(self) -> list[memoryview]:
+        """The arena's memory of each unique tensor."""
         spans = zip(self.plan.offsets, self.plan.sizes, strict=True)
         buffer = self._transport.buffer
-        self._source.adopt([buffer[offset : offset + size] for offset, size in spans])
+        return [buffer[offset : offset + size] for offset, size in spans]
 
     def _check_adopted(self) -> None:
         base = self._arena.ctypes.data

@@ -20,7 +20,7 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
     WeightTransferError,
 )
-from parallelkit.protocols import ProcessGroup, WeightSource
+from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
 from parallelkit.weights.collective import agree, pack_error, unpack_error
 from parallelkit.weights.coordinator import (
     TICKET_SECONDS,
@@ -30,7 +30,9 @@ from parallelkit.weights.coordinator import (
     next_version,
 )
 from parallelkit.weights.endpoint import check_timeout
+from parallelkit.weights.layout import summary
 from parallelkit.weights.members import Member
+from parallelkit.weights.parcels import split_bytes
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
 
@@ -56,9 +58,10 @@ def publish_weights(
 ) -> WeightPublisher:
     """Publish a model's weights, to be followed by subscribers in other processes.
 
-    Collective over `group`: every rank calls it with the same model and arguments. With replicas
-    (DDP) rank 0 serves, and the others learn each outcome. It blocks until all ranks agree on the
-    manifest, not for subscribers.
+    Collective over `group`: every rank calls it with the same arguments, and its part of the same
+    model. With replicas (DDP) rank 0 serves, and the others learn each outcome. Of a model that is
+    spread over ranks (FSDP2, tensor parallel, pipelines) every rank describes and serves what it
+    holds. It blocks until all ranks agree on the manifest, not for subscribers.
 
     Args:
         model: an `nn.Module` (wrapped or compiled: plain names are published), whatever a plugin
@@ -74,7 +77,8 @@ def publish_weights(
             and for noticing a silent peer.
         aliased: let the model's tensors live in the transport's memory, which saves the copy into
             it. Their storage is replaced once, now; identity, values and ties stay. Do not give
-            them new storage later, and do not change them while `update` runs.
+            them new storage later, and do not change them while `update` runs. Not for a model
+            that is spread over ranks.
         group: the trainer's ranks; default the current group, or none.
         options: for the transport; `named=True` makes `shm` use a named segment.
 
@@ -83,6 +87,7 @@ def publish_weights(
         ManifestError: the model has nothing to publish, or something that cannot be.
         NotInitializedError: a launcher started several ranks, and no process group is open.
         RankMismatchError: the ranks' models differ.
+        UnsupportedFeatureError: a tensor is spread in a way that cannot be published, by name.
         TransportError: no transport, no memory, or the endpoint cannot be used.
         WeightTransferError: an argument is not one of those allowed.
 
@@ -102,22 +107,28 @@ def publish_weights(
         endpoint=endpoint,
         options=options,
     )
-    found: tuple[WeightSource, TransferPlan] | None = None
+    source: WeightSource | None = None
+    plan: TransferPlan | None = None
     problem: Exception | None = None
     try:
         _check_choice("verify", verify, VERIFY)
         _check_choice("commit", commit, COMMIT)
         check_timeout(timeout)
         source = _source_of(model)
-        found = source, plan_transfer(source.manifest())
-        mine = f"model {found[1].digest.hex()[:12]}, {transport}, verify {verify}, {timeout:g} s"
+        plan = None if isinstance(source, ShardedSource) else plan_transfer(source.manifest())
+        what = "a model in parts" if plan is None else f"model {plan.digest.hex()[:12]}"
+        mine = f"{what}, {transport}, verify {verify}, {timeout:g} s"
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:
         agree(group, mine, problem)
-    if found is None:
+    if source is None or problem is not None:
         raise problem or WeightTransferError("nothing to publish")
-    return WeightPublisher(*found, settings, group)
+    if isinstance(source, ShardedSource):
+        source.join(group)
+        plan = plan_transfer(source.manifest())
+    assert plan is not None
+    return WeightPublisher(source, plan, settings, group)
 
 
 class WeightPublisher:
@@ -136,6 +147,7 @@ class WeightPublisher:
         self._group = group if group is not None and group.world_size > 1 else None
         self._rank = group.rank if group is not None else 0
         self._settings = settings
+        self._sharded = source if isinstance(source, ShardedSource) else None
         self._plan = plan
         self._version = 0
         self._closed = False
@@ -222,7 +234,10 @@ class WeightPublisher:
                 put it in place and serve nothing.
             VersionError: the version does not move forward.
             StateError: after close, or inside another update.
-            PeerLostError: (ranks other than 0) rank 0 is gone.
+            ManifestError: the model is not what its manifest says any more.
+            PeerLostError, UpdateTimeoutError: rank 0 is gone; or, of a model that is spread over
+                ranks, one that holds a part of it is gone or was too slow: every member keeps
+                its old version, and the trainer's group is broken.
         """
         self._check_open("update")
         if self._busy:
@@ -231,7 +246,10 @@ class WeightPublisher:
         try:
             if self._group is not None:
                 self._group.barrier(timeout=self._settings.timeout)
-            report = self._collectively(lambda: self._update(version), 2 * self._settings.timeout)
+            if self._sharded is not None:
+                self._sharded.look()
+            limit = 2 * self._settings.timeout
+            report = self._collectively(lambda: self._update(version), limit, self._sharded)
         finally:
             self._busy = False
             if self._closed:
@@ -280,6 +298,14 @@ class WeightPublisher:
             f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB in "
             f"{self._plan.blocks} blocks; version {self._version}; verify {self._settings.verify}"
         ]
+        if manifest.mesh is not None:
+            here, there = split_bytes(manifest)
+            lines += [
+                summary((t.layout for t in manifest.tensors), manifest.mesh),
+                f"mesh of {manifest.mesh.size} ranks: {manifest.mesh.describe()}",
+                f"gathered for each update: {there / 1e6:.1f} MB from other ranks to rank 0, "
+                f"which holds {here / 1e6:.1f} MB",
+            ]
         if self._coordinator is None:
             return "\n".join([*lines, f"rank {self._rank}: rank 0 serves"])
         chosen = self._coordinator.choice
@@ -333,23 +359,33 @@ class WeightPublisher:
         finally:
             self._version = self._coordinator.version
 
-    def _collectively(self, work: Callable[[], T], seconds: float) -> T:
+    def _collectively(
+        self, work: Callable[[], T], seconds: float, sharded: ShardedSource | None = None
+    ) -> T:
         """Do `work` on rank 0 and give its outcome, report or error, to every rank.
 
-        The others wait `seconds`, what the work may take, and some grace.
+        The others wait `seconds`, what the work may take, and some grace; where rank 0 needs
+        their parts of the model, they hand them out meanwhile.
         """
         if self._group is None:
             return work()
         if self._rank == 0:
+            whole = True
             try:
-                result = work()
+                try:
+                    result = work()
+                finally:
+                    whole = sharded is None or sharded.dismiss()
             except Exception as error:
-                self._group.broadcast_object(pack_error(error) | {"version": self._version})
+                if whole:  # else the others know, and there is nothing to tell them by
+                    self._group.broadcast_object(pack_error(error) | {"version": self._version})
                 raise
             packed = result.to_dict() if isinstance(result, TransferReport) else None
             self._group.broadcast_object({"report": packed, "version": self._version})
             return result
         limit = seconds + _GRACE_SECONDS
+        if sharded is not None:
+            sharded.serve(limit)
         try:
             outcome = self._group.broadcast_object(None, timeout=limit)
         except CollectiveError as error:

@@ -41,13 +41,14 @@ class TransferReport:
         nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
         transport, verify: as used.
         verified: what the digests covered, in words.
-        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage`, `ready`,
-            `digest`, `verify`, `commit`.
+        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage` (or `gather` and
+            `digest`), `ready`, `digest`, `verify`, `commit`.
         started_at: Unix time of the start, in seconds.
         members: every member that took part.
         changed_ratio: share of the bytes in blocks whose digest differs from the last committed
             version's; None without full digests or a version before.
         notes: anything the reader should know.
+        gathered_bytes: of `nbytes`, what rank 0 got from other ranks of the trainer.
     """
 
     version: int
@@ -61,6 +62,7 @@ class TransferReport:
     members: tuple[MemberReport, ...] = ()
     changed_ratio: float | None = None
     notes: tuple[str, ...] = ()
+    gathered_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -114,9 +116,10 @@ class TransferReport:
 
     def __str__(self) -> str:
         changed = "" if self.changed_ratio is None else f", {self.changed_ratio:.0%} changed"
+        gathered = f" ({self.gathered_bytes / 1e6:.1f} MB gathered)" if self.gathered_bytes else ""
         lines = [
-            f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} tensors, "
-            f"{self.seconds * 1e3:.1f} ms ({self.gigabytes_per_second:.2f} GB/s) by "
+            f"version {self.version}: {self.nbytes / 1e6:.1f} MB{gathered} in {self.tensors} "
+            f"tensors, {self.seconds * 1e3:.1f} ms ({self.gigabytes_per_second:.2f} GB/s) by "
             f"{self.transport}{changed}; {self.verified}",
             "  " + "  ".join(f"{name} {s * 1e3:.1f} ms" for name, s in self.phases.items()),
         ]

@@ -59,7 +59,7 @@ def explain(
     kind: Kind = "timeout" if "timed out" in str(error).lower() else "lost"
     mine = _Post(kind, elapsed)
     findings = _ask(store, mine, rank, world_size)
-    head, cause = f"rank {rank}: {what} failed", _brief(error)
+    head, cause = f"rank {rank}: {what} failed", brief(error)
     if findings is None:
         if kind == "timeout":
             return CollectiveTimeoutError(f"{head}: it did not end within {timeout:g} s ({cause})")
@@ -126,7 +126,7 @@ def _collect(findings: _Findings, store: Store, mine: _Post, rank: int, world: i
         return
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """The backend's words, without source locations and farewells."""
     first = str(error).splitlines()[0]
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first).split(". This is typically")[0]

@@ -166,6 +166,12 @@ class TorchProcessGroup:
         self._check_open("native")
         return self._wire.native
 
+    @property
+    def wire(self) -> Wire:
+        """The group's messages, for what goes between two ranks of it; of this package only."""
+        self._check_open("wire")
+        return self._wire
+
     # --- collectives
 
     def barrier(self, *, timeout: float | None = None) -> None:

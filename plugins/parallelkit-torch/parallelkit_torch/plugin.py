@@ -116,9 +116,9 @@ def parallelkit_launch(spec: LaunchSpec) -> list[str] | None:
 def parallelkit_weight_source(model: Any) -> WeightSource | None:
     if not _is_module(model):
         return None
-    from parallelkit_torch.weights import ModuleSource
+    from parallelkit_torch.sharded_weights import weight_source
 
-    return ModuleSource(model)
+    return weight_source(model)
 
 
 @hookimpl

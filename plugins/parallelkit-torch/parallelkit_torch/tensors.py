@@ -78,8 +78,17 @@ def live_bytes(tensor: torch.Tensor) -> memoryview | None:
     return _view(flat) if flat.data_ptr() == tensor.data_ptr() else None
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Row-major bytes on the tensor's own device: its own memory if it is contiguous."""
+    return _plain(tensor.detach()).view(torch.uint8)
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return _plain(tensor.detach().cpu())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def _view(flat: torch.Tensor) -> memoryview:

@@ -1,0 +1,175 @@
+"""How a `DTensor` lies over ranks, as degrees and strides; and the modules that hold such tensors.
+
+Nothing of torch's distributed tensors is imported here: where they were never imported, there are
+none in the model.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from parallelkit.errors import UnsupportedFeatureError
+from parallelkit.weights.assembly import Digit
+from parallelkit_torch import names
+
+
+class Spread(NamedTuple):
+    """How one tensor lies over the ranks of a group.
+
+    Attributes:
+        mesh: its axes of more than one rank; shards: pairs of an index into them and a dim, in
+            the order of division.
+        held: whether this rank is in its mesh at all.
+    """
+
+    mesh: tuple[Digit, ...]
+    shards: tuple[tuple[int, int], ...]
+    held: bool
+
+
+WHOLE = Spread((), (), True)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a `DTensor`."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without history: its own memory, not a copy."""
+    if not is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def stages(module: nn.Module) -> list[tuple[int, nn.Module]] | None:
+    """The pipeline stages of a model that is cut into them, by position; None for a whole model.
+
+    Such a model has `stage_modules`, whose tensors have the names of the whole model, and
+    `indices`, their places among all stages.
+    """
+    plain = names.unwrap(module)
+    parts, indices = (getattr(plain, name, None) for name in ("stage_modules", "indices"))
+    if parts is None or indices is None or len(parts) != len(indices):
+        return None
+    return sorted(zip(indices, parts, strict=True), key=lambda stage: stage[0])
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether one rank does not hold the whole model."""
+    if stages(module) is not None:
+        return True
+    reshard(module)
+    return any(is_distributed(slot.tensor) for slot in names.slots(module))
+
+
+def reshard(module: nn.Module) -> None:
+    """Let every `fully_shard` unit hold its shards, and not the whole that a forward left there.
+
+    Not collective: whole copies are dropped, values are those of the shards.
+    """
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None:
+        for unit in names.unwrap(module).modules():
+            if isinstance(unit, kind):
+                unit.reshard()
+
+
+class Spreads:
+    """Reads how tensors lie over the ranks of one group."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        """Take the group's ranks in the default group, by rank, and this process's own."""
+        self._positions: Mapping[int, int] = {world: own for own, world in enumerate(ranks)}
+        self._rank = rank
+        self._known: dict[Any, tuple[tuple[Digit, ...], bool]] = {}
+
+    def of(self, name: str, tensor: torch.Tensor) -> Spread:
+        """How `tensor` lies.
+
+        Raises:
+            UnsupportedFeatureError: by name: partial sums, ranks outside the group or in another
+                order than that of a mesh, or a placement that is no division into intervals.
+        """
+        if not is_distributed(tensor):
+            return WHOLE
+        mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+        digits, held = self._mesh(name, mesh)
+        order = _order(name, placements, mesh.shape)
+        wide = [axis for axis, degree in enumerate(mesh.shape) if int(degree) > 1]
+        shards = [(wide.index(axis), dim) for axis, dim in order if axis in wide]
+        return Spread(digits, tuple(shards), held)
+
+    def _mesh(self, name: str, mesh: Any) -> tuple[tuple[Digit, ...], bool]:
+        """The axes of a mesh that have more than one rank, and whether this rank is on it."""
+        if mesh not in self._known:
+            self._known[mesh] = self._read(name, mesh)
+        return self._known[mesh]
+
+    def _read(self, name: str, mesh: Any) -> tuple[tuple[Digit, ...], bool]:
+        world = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+        outside = [rank for rank in world if rank not in self._positions]
+        if outside:
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} lies on a mesh with rank(s) {outside[:8]}, which are not in the "
+                f"group that publishes (ranks {list(self._positions)[:16]}); publish with "
+                "group= of all ranks of the mesh"
+            )
+        ranks = torch.tensor([self._positions[rank] for rank in world]).reshape(mesh.mesh.shape)
+        known = mesh.mesh_dim_names or (None,) * ranks.ndim
+        digits, places = [], ranks.flatten()[:1].reshape((1,) * ranks.ndim)
+        for axis, degree in enumerate(ranks.shape):
+            if degree == 1:
+                continue
+            stride = int(ranks.select(axis, 1).flatten()[0] - ranks.flatten()[0])
+            steps = torch.arange(degree) * stride
+            places = places + steps.reshape([-1 if d == axis else 1 for d in range(ranks.ndim)])
+            digits.append(Digit(degree, stride, known[axis]))
+        first = int(ranks.flatten()[0])
+        regular = bool((places == ranks).all())
+        if not regular or any(d.stride < 1 or first // d.stride % d.degree for d in digits):
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} lies on a mesh of ranks {world[:16]} with shape "
+                f"{list(ranks.shape)}, which is no slice of a mesh in rank order; make its mesh "
+                "from one over all ranks in their order"
+            )
+        return tuple(digits), self._rank in ranks
+
+
+def _order(name: str, placements: Sequence[Any], degrees: Sequence[int]) -> list[tuple[int, int]]:
+    """Mesh axis and tensor dim of every division, in the order in which they are made.
+
+    Plain shards divide from left to right. A strided shard, as `fully_shard` over tensor parallel
+    has it, divides what shards to its right, as many as its split factor says, have left.
+    """
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    order: dict[int, list[int]] = {}
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} has the placement {placement!r}, whose values exist on no rank; "
+                "publish it replicated or sharded"
+            )
+        before = order.setdefault(placement.dim, [])
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        sizes = [math.prod(degrees[a] for a in before[:n]) for n in range(len(before) + 1)]
+        if factor not in sizes:
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} has the placement {placement!r} over {degrees[axis]} ranks: its "
+                f"parts are no intervals of dim {placement.dim}; allowed split factors are {sizes}"
+            )
+        before.insert(sizes.index(factor), axis)
+    return [(axis, dim) for dim, axes in order.items() for axis in axes]
