@@ -17,7 +17,7 @@ FORMAT: Final = "parallelkit.loader/1"
 Kind = Literal["items", "sampler", "batches", "stream"]
 
 
-_INT64: Final = range(-(2**63), 2**63)
+_LIMIT: Final = 2**63
 
 
 class _Wire(msgspec.Struct, forbid_unknown_fields=True):
@@ -142,7 +142,7 @@ def _wrong(wire: _Wire) -> str | None:
     if wire.length is not None and wire.length < 0:
         return f"length is {wire.length}"
     for name in ("seed", "epoch", "consumed"):
-        if getattr(wire, name) not in _INT64:
+        if not -_LIMIT <= getattr(wire, name) < _LIMIT:
             return f"{name} is {getattr(wire, name)}, which has more than 64 bits"
     if wire.consumed < 0 or (wire.length is not None and wire.consumed > wire.length):
         return f"consumed is {wire.consumed} of {wire.length}"

@@ -2,76 +2,82 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, Final, final
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, final
 
 import attrs
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from parallelkit.data import derive_seed, shard_indices
-from parallelkit.errors import DataShardError, UnsupportedFeatureError
+from parallelkit.data import check_place, derive_seed, shard_indices
+from parallelkit.datastate import Kind, LoaderState
+from parallelkit.errors import DataShardError, UnknownLengthError, UnsupportedFeatureError
 from parallelkit_torch import options as opts
-
-_OPTIONS: Final = (
-    "collate_fn",
-    "drop_last",
-    "multiprocessing_context",
-    "num_workers",
-    "persistent_workers",
-    "pin_memory",
-    "prefetch_factor",
-    "timeout",
-    "worker_init_fn",
-)
+from parallelkit_torch.data import given
+from parallelkit_torch.data.checks import check_dataset, check_values, int64, length_of
+from parallelkit_torch.data.counted import Counted, Progress
+from parallelkit_torch.data.sampler import Order, ShardSampler
+from parallelkit_torch.data.seeds import WorkerSeeds
+from parallelkit_torch.data.stream import StreamPart, set_epoch
 
 
-@final
-@attrs.define(eq=False)
-class ShardSampler(Sampler[int]):
-    """The items of one shard, by `parallelkit.data.shard_indices`."""
+def make_loader(
+    dataset: Dataset[Any] | DataLoader[Any],
+    *,
+    index: int,
+    count: int,
+    batch_size: int | None = None,
+    mode: str = "pad",
+    shuffle: bool | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> ShardLoader:
+    """Make a loader over part `index` of `count` of a data set or of what a `DataLoader` gives.
 
-    dataset: Sized
-    index: int
-    count: int
-    mode: str
-    shuffle: bool
-    seed: int
-    epoch: int = 0
+    A `DataLoader` is made anew over its part, with its data set, batch size, `collate_fn`,
+    workers and so on; it is not changed itself. Its `RandomSampler` means `shuffle=True`; any
+    other sampler's order, or a batch sampler's batches, are taken once an epoch and dealt to the
+    parts, seeded alike on every rank as `Order` says.
 
-    def _items(self) -> Any:
-        return shard_indices(
-            len(self.dataset),
-            index=self.index,
-            count=self.count,
-            mode=self.mode,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=self.epoch,
+    Args:
+        dataset: map-style, an `IterableDataset`, or a `DataLoader` over one; alike on all ranks.
+        index, count: this rank's data coordinate, of how many.
+        batch_size: items in a batch of this part; None for 1, or for the loader's.
+        mode: `"pad"`, `"drop"` or `"uneven"`; see `parallelkit.data.shard_indices`.
+        shuffle: permute by seed and epoch; None for False, or as the loader does.
+        seed: of the order and of the workers, -2**63 to 2**63 - 1.
+        options: of `DataLoader`; see `parallelkit_torch.data.given.OPTIONS`.
+
+    Raises:
+        DataShardError: a wrong value, one that contradicts the `DataLoader`, or fewer items than
+            parts with `"drop"`.
+        UnsupportedFeatureError: an unknown option, or data that cannot be sharded.
+    """
+    if not isinstance(dataset, DataLoader):
+        return ShardLoader(
+            dataset,
+            index=index,
+            count=count,
+            batch_size=1 if batch_size is None else batch_size,
+            mode=mode,
+            shuffle=False if shuffle is None else shuffle,
+            seed=seed,
+            **options,
         )
-
-    def __len__(self) -> int:
-        return len(self._items())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._items())
-
-
-@attrs.frozen
-class _WorkerSeeds:
-    """Seeds a loader worker's generators by data coordinate, worker and epoch."""
-
-    sampler: ShardSampler
-    then: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        seed = derive_seed(self.sampler.seed, self.sampler.index, worker, self.sampler.epoch)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        _seed_numpy(seed)
-        if self.then is not None:
-            self.then(worker)
+    opts.check(options, given.OPTIONS, what="context.shard")
+    found = given.read(dataset, batch_size=batch_size, shuffle=shuffle, options=options)
+    return ShardLoader(
+        found.dataset,
+        index=index,
+        count=count,
+        batch_size=found.batch_size,
+        mode=mode,
+        shuffle=found.shuffle,
+        seed=seed,
+        order=None if found.sampler is None else Order(found.sampler, seed, found.batches),
+        **found.options,
+    )
 
 
 @final
@@ -80,16 +86,20 @@ class ShardLoader(DataLoader[Any]):
 
     Ranks with the same data coordinate load the same items in the same order. `"pad"` and
     `"drop"` give every rank the same number of batches; `"uneven"` may give some one more, so a
-    loop that makes collective calls for each batch needs one of the others.
+    loop that makes collective calls for each batch needs one of the others. Nothing here is
+    collective: no rank waits for another.
 
     With `num_workers`, each worker's `random`, NumPy and torch generators are seeded by data
     coordinate, worker and epoch (the epoch when the worker started: persistent workers keep
     theirs). Without workers, items are made in this process with its own generators, which are
     left alone; seed them with `loader.seed` where ranks have to differ.
 
+    An `IterableDataset` is read whole by every rank and worker; see
+    `parallelkit_torch.data.stream.StreamPart`, also for what is random in it.
+
     Attributes:
         index, count: this part, of how many.
-        epoch: as set by `set_epoch`.
+        epoch: as set by `set_epoch` or `load_state_dict`.
         seed: the seed of this data coordinate and epoch, of 64 bits.
     """
 
@@ -99,85 +109,178 @@ class ShardLoader(DataLoader[Any]):
         *,
         index: int,
         count: int,
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         mode: str = "pad",
         shuffle: bool = False,
         seed: int = 0,
+        order: Order | None = None,
         **options: Any,
     ) -> None:
-        """Check everything at once; `ParallelContext.shard` calls this.
+        """Check everything at once; `make_loader` calls this, with `order` for a caller's sampler.
 
         Raises:
             DataShardError: a wrong value, or fewer items than shards with `"drop"`.
-            UnsupportedFeatureError: an unknown option, or a data set without items to choose.
+            UnsupportedFeatureError: an unknown option, or data that cannot be sharded.
         """
-        kept = opts.check(options, _OPTIONS, what="context.shard")
-        _check_dataset(dataset)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise DataShardError(f"batch_size is {batch_size!r}; it is a positive integer")
-        sampler = ShardSampler(
-            dataset,  # type: ignore[arg-type]  # checked to have a length
-            index=index,
-            count=count,
-            mode=mode,
-            shuffle=shuffle,
-            seed=seed,
-        )
-        len(sampler)  # every argument is checked here, not at the first batch
-        kept["worker_init_fn"] = _WorkerSeeds(sampler, kept.get("worker_init_fn"))
+        kept = opts.check(options, given.OPTIONS, what="context.shard")
+        check_values(batch_size, shuffle, kept)
+        check_dataset(dataset, shuffle=shuffle, ordered=order is not None)
+        self._place = check_place(index, count, mode)
+        place: dict[str, Any] = {"index": self.index, "count": self.count, "mode": mode}
+        place["seed"] = seed = int64("seed", seed)
+        self._stream: StreamPart | None = None
+        self._order: ShardSampler | None = None
+        kind: Kind = "items"
+        source: dict[str, Any] = {"dataset": dataset, "batch_size": batch_size}
+        if isinstance(dataset, IterableDataset):
+            kind = "stream"
+            lasting = bool(kept.get("persistent_workers"))
+            self._stream = StreamPart(dataset, batch_size=batch_size or 1, shared=lasting, **place)
+            source["dataset"] = self._stream
+            if (length := length_of(dataset)) is not None:
+                shard_indices(length, **place)  # "drop" is checked here, not when it has ended
+        else:
+            data: Any = dataset  # checked to have what is needed
+            self._order = ShardSampler(data, shuffle=shuffle, order=order, **place)
+            len(self._order)  # every argument is checked here, not at the first batch
+            source["sampler"] = self._order
+            if order is not None:
+                kind = "batches" if order.batches else "sampler"
+            if kind == "batches":
+                kept.pop("drop_last", None)
+                source = {"dataset": dataset, "batch_sampler": self._order}
+        self._seeds = WorkerSeeds(seed, self.index, kept.get("worker_init_fn"))
+        kept["worker_init_fn"] = self._seeds
         # The base seed of workers comes from here, not from the process's generator.
-        generator = torch.Generator()
-        super().__init__(
-            dataset, batch_size=batch_size, sampler=sampler, generator=generator, **kept
+        kept["generator"] = torch.Generator()
+        try:
+            super().__init__(**source, **kept)
+        except (ValueError, TypeError) as error:
+            raise DataShardError(f"DataLoader refuses the options: {error}") from error
+        self._next = LoaderState(
+            kind=kind, length=self._length(), mode=mode, shuffle=shuffle, seed=seed
         )
-        self._shard = sampler
-        self.set_epoch(0)
+        self._progress: Progress | None = None
+        self._tell_epoch(0)
 
     @property
     def index(self) -> int:
-        return self._shard.index
+        return self._place[0]
 
     @property
     def count(self) -> int:
-        return self._shard.count
+        return self._place[1]
 
     @property
     def epoch(self) -> int:
-        return self._shard.epoch
+        return self._next.epoch
 
     @property
     def seed(self) -> int:
-        return derive_seed(self._shard.seed, self.index, self.epoch)
+        return derive_seed(self._next.seed, self.index, self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation and the seeds of an epoch; call it alike on every rank.
 
+        Goes on to the data set and the caller's sampler where they have such a method. The epoch
+        that the loader is at already changes nothing, so a loaded state stays loaded.
+
         Raises:
-            DataShardError: `epoch` is not an integer.
+            DataShardError: `epoch` is not an integer of 64 bits.
         """
-        derive_seed(0, epoch)
-        self._shard.epoch = epoch
-        self.generator.manual_seed(self.seed >> 1)
+        epoch = int64("epoch", epoch)
+        if epoch != self.epoch:
+            self._next = attrs.evolve(_from_front(self._next), epoch=epoch)
+            self._progress = None
+        self._tell_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Say how far the latest pass is, as plain data; alike on all ranks in step.
 
-def _check_dataset(dataset: object) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise UnsupportedFeatureError(
-            f"{type(dataset).__qualname__} is an IterableDataset: there are no items to choose "
-            "from by number. Split it in its own __iter__, or give a map-style data set"
+        Counts what was given to the loop, not what workers have made ahead. With `"uneven"`, save
+        the state of data coordinate 0, which has the most batches.
+
+        Raises:
+            UnsupportedFeatureError: `in_order=False`, where it is not known which batches those
+                were.
+        """
+        if not self.in_order and self.num_workers > 1:
+            raise UnsupportedFeatureError(
+                "state_dict needs in_order=True: batches that overtake others leave gaps"
+            )
+        if self._progress is None:
+            return self._next.plain()
+        state = self._progress.state(
+            count=self.count, batch_size=self.batch_size, drop_last=self.drop_last
         )
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise UnsupportedFeatureError(
-            f"a {type(dataset).__qualname__} cannot be sharded; a data set has __len__ and "
-            "__getitem__"
-        )
-    if isinstance(dataset, Mapping):
-        raise UnsupportedFeatureError(
-            f"a {type(dataset).__qualname__} is indexed by keys; give a sequence of its items"
-        )
+        return state.plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass give exactly what was not given when `state` was taken.
+
+        Call it alike on every rank, between passes. The number of ranks, workers and items in a
+        batch may differ from then. Passes after the next one are whole. A state of an epoch that
+        was over gives one empty pass.
+
+        Raises:
+            DataStateError: `state` is damaged, or of other data or settings; nothing changed.
+        """
+        read = LoaderState.from_plain(state)
+        read.check_fits(attrs.evolve(self._next, length=self._length()))
+        self._next = read
+        self._progress = None
+        self._tell_epoch(read.epoch)
+
+    def __iter__(self) -> Any:
+        """Begin a pass; one that goes on from a loaded state is used up by this."""
+        begun = attrs.evolve(self._next, length=self._length())
+        choose: Callable[[], None] | None = None
+        if begun.finished:
+            pass
+        elif self._stream is not None:
+            choose = partial(self._stream.begin, begun.epoch, begun.consumed)
+        elif self._order is not None:
+            made = self._order.plan(begun.epoch, begun.consumed, begun.order)
+            begun = attrs.evolve(begun, order=made.digest)
+            choose = partial(setattr, self._order, "current", made)
+        self._next = _from_front(self._next)
+        self._progress = Progress(begun)
+        if choose is None:
+            return Counted(iter(()), self._progress)
+        self._seeds.epoch, self._seeds.start = begun.epoch, begun.consumed
+        self.generator.manual_seed(derive_seed(begun.seed, self.index, begun.epoch) >> 1)
+        choose()
+        # Without workers torch reads the sampler at the first batch, and another pass may have
+        # begun by then.
+        again = choose if self.num_workers == 0 else None
+        return Counted(super().__iter__(), self._progress, again)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, also where the next pass goes on in mid-epoch.
+
+        Raises:
+            UnknownLengthError: the data set is a stream without a length.
+        """
+        if self._stream is None:
+            return super().__len__()
+        length = length_of(self._stream.dataset)
+        if length is None:
+            raise UnknownLengthError(
+                f"{type(self._stream.dataset).__qualname__} has no __len__, so the number of "
+                "batches is not known before the stream ends"
+            )
+        items = len(shard_indices(length, index=self.index, count=self.count, mode=self._next.mode))
+        size = self.batch_size or 1
+        return items // size if self.drop_last else -(-items // size)
+
+    def _length(self) -> int | None:
+        return None if self._order is None else self._order.length
+
+    def _tell_epoch(self, epoch: int) -> None:
+        set_epoch(self._stream.dataset if self._stream else self.dataset, epoch)
+        if self._order is not None and self._order.order is not None:
+            self._order.order.set_epoch(epoch)
 
 
-def _seed_numpy(seed: int) -> None:
-    import numpy as np
-
-    np.random.seed(seed % 2**32)  # the legacy generator is what augmentations use
+def _from_front(state: LoaderState) -> LoaderState:
+    return attrs.evolve(state, consumed=0, finished=False, order=None)

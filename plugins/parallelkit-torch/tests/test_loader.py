@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parallelkit_torch.loader import ShardLoader
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from parallelkit.errors import DataShardError, UnsupportedFeatureError
 
@@ -22,11 +22,6 @@ class Seeds(Dataset[Any]):
 
     def __getitem__(self, item: int) -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
 
 
 def items(loader: ShardLoader) -> list[int]:
@@ -116,6 +111,12 @@ def test_the_generators_of_this_process_are_left_alone() -> None:
         ({"batch_size": True}, "batch_size is True"),
         ({"mode": "cut"}, "mode is 'cut'"),
         ({"seed": 1.5}, "seed is 1.5"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; allowed is an integer of 64 bits"),
+        ({"shuffle": 1}, "shuffle is 1"),
+        ({"drop_last": "no"}, "drop_last is 'no'"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+        ({"batch_size": None, "drop_last": True}, "drop_last"),
     ],
 )
 def test_wrong_values(options: dict[str, Any], said: str) -> None:
@@ -132,7 +133,6 @@ def test_unknown_options(option: str) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Stream(), "IterableDataset"),
         (iter([1]), "__len__"),
         ({"a": 1}, "keys"),
         ({1, 2}, "__len__"),
@@ -143,6 +143,7 @@ def test_what_cannot_be_sharded(data: Any, said: str) -> None:
         ShardLoader(data, index=0, count=1)
 
 
-def test_wrong_epoch() -> None:
-    with pytest.raises(DataShardError, match="integer"):
-        shards(4, 2)[0].set_epoch("1")  # type: ignore[arg-type]
+@pytest.mark.parametrize("epoch", ["1", 1.0, True, 2**63, -(2**63) - 1])
+def test_wrong_epoch(epoch: Any) -> None:
+    with pytest.raises(DataShardError, match="epoch is .*integer of 64 bits"):
+        shards(4, 2)[0].set_epoch(epoch)
