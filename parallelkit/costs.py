@@ -149,7 +149,9 @@ def memory(
     """
     found = []
     for stage, units in enumerate(cut):
-        in_flight = min(microbatches, len(cut) - stage)
+        in_flight = microbatches if plan.pipeline > 1 else 1
+        if not training.all_in_flight:
+            in_flight = min(microbatches, len(cut) - stage)
         found.append(_Stage(units, plan, training, microbatches, in_flight).peak())
     return max(found, key=lambda one: one.total)
 
@@ -180,8 +182,8 @@ class _Stage:
         self.working = [unit.working.on(t) * items for unit in units]
         self.grads_before = [0, *itertools.accumulate(grads)]
         self.acts_before = [0.0, *itertools.accumulate(acts)]
-        self.block_params = list(map(operator.mul, params, blocks))
-        self.block_grads = list(map(operator.mul, grads, blocks))
+        self.block_params: list[int] = list(map(operator.mul, params, blocks))
+        self.block_grads: list[int] = list(map(operator.mul, grads, blocks))
         self.whole = sum(params)
         self.root_params = self.whole - sum(self.block_params)
         self.root_grads = sum(grads) - sum(self.block_grads)
@@ -224,8 +226,7 @@ class _Stage:
         if self.keeps_gathered:
             return self.whole
         # the unit's own, and its predecessor's, which is fetched ahead
-        near: int = sum(self.block_params[max(at - 1, 0) : at + 1])
-        return self.root_params + near
+        return self.root_params + sum(self.block_params[max(at - 1, 0) : at + 1])
 
     def _update(self) -> tuple[int, ...]:
         """While the optimizer steps."""
@@ -297,7 +298,10 @@ def _gather_seconds(
     microbatches: int,
     compute: float,
 ) -> float:
-    """Parameters gathered for each forward and backward pass; the first gather has no cover."""
+    """Parameters gathered for each forward and backward pass; the first gather has no cover.
+
+    Nothing hides the launch of a message either, for which `Hardware.latency` is counted again.
+    """
     if not is_sharded(plan):
         return 0.0
     rate = _rate(plan, hardware, "data_shard")
@@ -306,21 +310,30 @@ def _gather_seconds(
         for unit in units
     ]
     again = sum(one for one, unit in zip(each, units, strict=True) if unit.block)
+    launch = hardware.latency * (plan.data_shard > 1)
+    blocks = sum(unit.block for unit in units)
     if plan.pipeline > 1 and microbatches > 1:  # kept from the first backward pass on
-        return microbatches * max(max(each), sum(each) - compute / 3) + again
-    return microbatches * max(max(each), sum(each) + again - compute)
+        hidden = max(max(each), sum(each) - compute / 3) + len(units) * launch
+        return microbatches * hidden + again + blocks * launch
+    hidden = max(max(each), sum(each) + again - compute)
+    return microbatches * (hidden + (len(units) + blocks) * launch)
 
 
 def _reduce_seconds(
     units: Sequence[Unit], plan: ParallelPlan, hardware: Hardware, compute: float
 ) -> float:
-    """Gradients reduced once a step; the last backward pass covers all but the last message."""
+    """Gradients reduced once a step; the last backward pass covers all but the last message.
+
+    It covers no launch, as with gathers.
+    """
     if not is_sharded(plan):
         rate = _rate(plan, hardware, "data")
         total = sum(unit.trainable.on(plan.tensor) for unit in units)
-        steps = 2 * (plan.data - 1) * math.ceil(total / BUCKET) * hardware.latency
+        buckets = math.ceil(total / BUCKET)
+        steps = 2 * (plan.data - 1) * buckets * hardware.latency
         last = 2 * _ring(min(total, BUCKET), plan.data, rate, hardware.latency)
-        return max(last, 2 * _ring(total, plan.data, rate, 0.0) + steps - compute * 2 / 3)
+        hidden = max(last, 2 * _ring(total, plan.data, rate, 0.0) + steps - compute * 2 / 3)
+        return hidden + buckets * hardware.latency * (plan.data > 1)
     each = []
     for unit in units:
         size = unit.trainable.on(plan.tensor)
@@ -329,7 +342,9 @@ def _reduce_seconds(
         among = 2 * _ring(part, plan.data, _rate(plan, hardware, "data"), 0.0)
         steps = (plan.data_shard - 1) + 2 * (plan.data - 1)
         each.append(scatter + among + steps * hardware.latency * (size > 0))
-    return max(max(each), sum(each) - compute * 2 / 3)
+    messages = (plan.data_shard > 1) + (plan.data > 1)
+    launches = messages * sum(unit.trainable.whole > 0 for unit in units)
+    return max(max(each), sum(each) - compute * 2 / 3) + launches * hardware.latency
 
 
 def _ring(nbytes: float, ranks: int, rate: float, latency: float) -> float:

@@ -101,7 +101,7 @@ class Search:
             lines.append(f"... and {len(self.estimates) - len(shown)} more")
         if not self.model.measured:
             lines.append("activations count as nothing: no example to measure them with was given")
-        return "\n".join(lines + _reasons(self.impossible))
+        return "\n".join([*lines, *self.model.notes, *_reasons(self.impossible)])
 
     def __str__(self) -> str:
         return self.explain()

@@ -100,6 +100,18 @@ class Unit:
         return self.trainable + self.frozen
 
 
+def _units(values: Iterable[Unit]) -> tuple[Unit, ...]:
+    return tuple(values)
+
+
+def _integers(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _texts(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
 @attrs.frozen(kw_only=True)
 class ModelShape:
     """A model as the search sees it.
@@ -111,12 +123,14 @@ class ModelShape:
         tied: groups of unit names that share parameters, counted in the first; a stage has all
             units from the first to the last of a group.
         measured: activations were measured; without, they count as nothing and `explain` says so.
+        notes: what `explain` should say too, such as why an axis is not possible.
     """
 
-    units: tuple[Unit, ...] = attrs.field(converter=tuple)
-    divisors: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    units: tuple[Unit, ...] = attrs.field(converter=_units)
+    divisors: tuple[int, ...] = attrs.field(default=(), converter=_integers)
     tied: tuple[tuple[str, ...], ...] = ()
     measured: bool = True
+    notes: tuple[str, ...] = attrs.field(default=(), converter=_texts)
 
     def __attrs_post_init__(self) -> None:
         names = [unit.name for unit in self.units]
@@ -193,6 +207,8 @@ class Training:
             parameters: 1 for Adam that updates all tensors at once (torch's on a GPU).
         bucket_views: gradients of replicas live in the communication buckets, instead of being
             copied there (`gradient_as_bucket_view` of DDP).
+        all_in_flight: a stage runs the forward passes of all microbatches before the first
+            backward pass (GPipe), instead of as few as can be (1F1B).
     """
 
     batch: int = attrs.field(validator=_count(1))
@@ -202,6 +218,7 @@ class Training:
     state: float = attrs.field(default=2.0, validator=_number(0.0, 100.0))
     update: float = attrs.field(default=0.0, validator=_number(0.0, 100.0))
     bucket_views: bool = False
+    all_in_flight: bool = False
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,0 +1,116 @@
+"""Two ranks: the memory model of mode auto against the peak of real training steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from models import decoder
+from parallelkit_torch.parallel.shape import describe_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import parallelkit as pk
+from parallelkit import costs
+from parallelkit.shapes import Training
+
+SIZES = {"vocab": 512, "dim": 64, "heads": 4, "kv_heads": 2, "layers": 4}
+TOLERANCE = 0.15
+
+
+class Alive(TorchDispatchMode):
+    """Looks, at every operation, at all storages seen so far that are alive, and what they hold.
+
+    Unlike the counting of `parallelkit_torch.parallel.measure`, which it checks: storages that
+    are resized, as FSDP2 does, and those that C++ made, as DDP's buckets are, count as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    def see(self, tree: Any) -> None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+                storage = local.untyped_storage()
+                self.seen.setdefault(storage._cdata, weakref.ref(storage))
+
+    def look(self) -> None:
+        self.seen = {key: ref for key, ref in self.seen.items() if ref() is not None}
+        alive = [storage for ref in self.seen.values() if (storage := ref()) is not None]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.see((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        self.see(out)
+        self.look()
+        return out
+
+
+def measured(model: nn.Module, tokens: torch.Tensor, microbatches: int) -> int:
+    """Peak bytes of the second step, when the optimizer has its state."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    alive = Alive()
+    for _ in range(2):
+        alive.peak = 0
+        with alive:
+            alive.see([*model.parameters(), *model.buffers(), tokens])
+            for part in tokens.chunk(microbatches):
+                output = model(part)
+                nn.functional.cross_entropy(output.flatten(0, 1), part.flatten()).backward()
+                del output
+            optimizer.step()
+            optimizer.zero_grad()
+    return alive.peak
+
+
+def shards(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (group.world_size,), mesh_dim_names=("data_shard",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, int]]] = {
+    "standalone": (lambda model: model, {"data": 1}),
+    "replicas": (DistributedDataParallel, {"data": 2}),
+    "shards": (shards, {"data_shard": 2}),
+}
+
+group = pk.init_process_group(device="cpu", timeout=60)
+shape = {
+    length: describe_model(decoder(**SIZES), torch.zeros(2, length, dtype=torch.long))
+    for length in (8, 32)
+}
+found = []
+for name, (spread, degrees) in WAYS.items():
+    plan = pk.plan(1 if name == "standalone" else 2, "auto", **degrees)
+    for items, length, microbatches in ((1, 8, 1), (8, 32, 1), (8, 32, 2)):
+        if microbatches > 1 and name == "replicas":
+            continue
+        training = Training(batch=items * plan.world_size, state=2.0)
+        cut = costs.stages(shape[length], 1)
+        reckoned = costs.memory(cut, plan, training, microbatches)
+        tokens = torch.randint(0, SIZES["vocab"], (items, length))
+        peak = measured(spread(decoder(**SIZES)), tokens, microbatches)
+        found.append([name, items, length, microbatches, reckoned.total, peak])
+        if "--verbose" in sys.argv and group.rank == 0:
+            print(found[-1], round(reckoned.total / peak, 3), reckoned, file=sys.stderr)
+for name, *case, reckoned_total, peak in found:
+    assert abs(reckoned_total / peak - 1) < TOLERANCE, (name, case, reckoned_total, peak)
+print(json.dumps(found))
+group.close()
