@@ -212,11 +212,12 @@ def _write(
     requests: Sequence[_Request],
 ) -> None:
     """Write all files; the one that says that the checkpoint is complete comes last."""
-    tensors = {f"model.{name}": tensor for name, tensor in held.tensors.items()}
-    for name, values in ({} if state is None else state.tensors).items():
-        tensors |= {f"optim.state.{name}.{key}": tensor for key, tensor in values.items()}
+    states = {} if state is None else state.tensors
+    optim = {f"state.{n}.{key}": t for n, values in states.items() for key, t in values.items()}
     buffers = frozenset(f"model.{name}" for name in held.buffers)
-    entries = store.write(folder, tensors, buffers=buffers, peers=peers)
+    entries = store.write(
+        folder, {"model": held.tensors, "optim": optim}, buffers=buffers, peers=peers
+    )
     if peers.rank == 0:
         _describe(folder, entries, plan, requests)
 

@@ -122,9 +122,11 @@ def encode_extra(extra: Mapping[str, Plain] | None) -> str:
             string keys; the message says where. A subclass or a tuple would come back as
             something else, so it is refused too.
     """
-    plain = dict(extra) if isinstance(extra, Mapping) else extra
-    _check(plain if plain is not None else {}, "extra", 0)
-    return json.dumps(plain if plain is not None else {}, sort_keys=True)
+    if not isinstance(extra, Mapping | None):
+        raise NotPlainError(f"extra is a {type(extra).__qualname__}; it is a mapping, or None")
+    plain = dict(extra or {})
+    _check(plain, "extra", 0)
+    return json.dumps(plain, sort_keys=True)
 
 
 def encode_index(index: Index) -> bytes:

@@ -56,7 +56,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 def write(
     folder: Path,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
     *,
     buffers: frozenset[str],
     peers: Peers,
@@ -65,13 +65,13 @@ def write(
 
     Args:
         folder: exists, is empty, and is the same for all ranks.
-        tensors: of this rank, by key: plain ones whole, DTensors as their local shards. torch's
-            tools make a nested dict of them, in which `model.a.b` is `["model"]["a.b"]`.
+        tensors: of this rank, by part (`model`, `optim`) and name: plain ones whole, DTensors as
+            their local shards. The key of one is `part.name`.
         buffers: keys of which one rank's replicas are to be taken together.
         peers: of whom one that cannot write stops all.
 
     Returns:
-        Where every tensor is, the same on every rank.
+        Where every tensor is, by key, the same on every rank.
 
     Raises:
         ParallelKitError: this or another rank could not write.
@@ -80,7 +80,10 @@ def write(
     writer = _Writer(folder, peers)
     with _own_errors(f"writing to {folder}"), _alone():
         save(
-            {key: tensor.detach() for key, tensor in tensors.items()},
+            {
+                part: {name: tensor.detach() for name, tensor in held.items()}
+                for part, held in tensors.items()
+            },
             storage_writer=writer,
             planner=planner,
             no_dist=True,
@@ -122,7 +125,7 @@ class _SavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, buffers: frozenset[str], peers: Peers) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False)
         self._buffers, self._peers = buffers, peers
         self.known: dict[str, Piece] = {}
 

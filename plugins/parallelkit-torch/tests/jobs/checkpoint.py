@@ -1,6 +1,6 @@
 """Four ranks: a checkpoint of any plan goes into any other, and training goes on as if nothing was.
 
-Arguments: a folder, and the numbers of the plans whose checkpoints are loaded.
+Arguments: a folder, and "chain", for every plan in turn, or "all", for every pair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ contexts = {
 }
 
 generator = torch.Generator().manual_seed(7)
-tokens = torch.randint(0, 32, (4, 8, 6), generator=generator)  # steps, items, length
+tokens = torch.randint(0, 32, (9, 8, 6), generator=generator)  # steps, items, length
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -97,21 +97,38 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], w
         )
 
 
-# what one process does, on every rank by itself: after 2 steps, and after 4
+# what one process does, on every rank by itself, after each step
 reference = build(0)
 optimizer = optimizer_of(reference, 0.01)
-stages = []
-for step in range(4):
+after = [snapshot(reference, optimizer)]
+for step in range(len(tokens)):
     loss(reference(tokens[step]), tokens[step]).backward()
     optimizer.step()
     optimizer.zero_grad()
-    stages.append(snapshot(reference, optimizer))
-after2, after4 = stages[1], stages[3]
+    after.append(snapshot(reference, optimizer))
 
-saved = [list(PLANS)[int(number)] for number in sys.argv[2].split(",")]
-for name, context in contexts.items():
-    if name not in saved:
-        continue
+
+def chain() -> None:
+    """Train one step under each plan, each going on from the checkpoint of the one before."""
+    previous = ""
+    for done, name in enumerate([*PLANS, "standalone"]):
+        if name in contexts:
+            context = contexts[name]
+            model = context.parallelize(build(done))
+            optimizer = optimizer_of(model, 0.5 if previous else 0.01)
+            if previous:
+                assert context.load(folder / previous, model, optimizer) == {"step": done}
+                compare(snapshot(model, optimizer), after[done], f"{previous} into {name}")
+            train(context, model, optimizer, range(done, done + 1))
+            previous = f"{done}-{name}"
+            context.save(folder / previous, model, optimizer, extra={"step": done + 1})
+            compare(snapshot(model, optimizer), after[done + 1], f"{name}, going on")
+        previous = f"{done}-{name}"
+        group.barrier()
+
+
+def save(name: str) -> None:
+    context = contexts[name]
     model = context.parallelize(build(0))
     optimizer = optimizer_of(model, 0.01)
     train(context, model, optimizer, range(2))
@@ -119,24 +136,35 @@ for name, context in contexts.items():
     extra = {"step": 2, "loader": {"epoch": 1, "seeds": [1, 2]}, "best": float("inf")}
     context.save(folder / name, model, optimizer, extra=extra if context.group.rank == 0 else None)
     compare(snapshot(model, optimizer), before, f"saving {name} changes nothing")
-    compare(before, after2, f"{name} at 2 steps")
     train(context, model, optimizer, range(2, 4))
-    compare(snapshot(model, optimizer), after4, f"{name} at 4 steps")
-group.barrier()
+    compare(snapshot(model, optimizer), after[4], f"{name} at 4 steps")
 
-for source, (name, context) in itertools.product(saved, contexts.items()):
-    what = f"{source} into {name}"
+
+def load(source: str, name: str) -> None:
+    context, what = contexts[name], f"{source} into {name}"
     model = context.parallelize(build(5))
     optimizer = optimizer_of(model, 0.5)
     assert context.load(folder / source, model, optimizer)["loader"]["seeds"] == [1, 2]
     assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.01], what
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.01 / 7], what
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999), what
-    compare(snapshot(model, optimizer), after2, what)
+    compare(snapshot(model, optimizer), after[2], what)
     train(context, model, optimizer, range(2, 4))
-    compare(snapshot(model, optimizer), after4, f"{what}, going on")
+    compare(snapshot(model, optimizer), after[4], f"{what}, going on")
+
+
+if sys.argv[2] == "chain":
+    chain()
+    names = [f"{done}-{name}" for done, name in enumerate([*PLANS, "standalone"])]
+else:
+    names = list(PLANS)
+    for name in contexts:
+        save(name)
+    group.barrier()
+    for source, name in itertools.product(names, contexts):
+        load(source, name)
 group.barrier()
 if group.rank == 0:
-    assert sorted(p.name for p in folder.iterdir()) == sorted(saved), "nothing else is left"
-    print("loaded", len(saved) * len(PLANS))
+    assert sorted(p.name for p in folder.iterdir()) == sorted(names), "nothing else is left"
+    print("done")
 group.close()
