@@ -23,6 +23,7 @@ from parallelkit_torch.parallel import gradients
 from parallelkit_torch.parallel.mesh import DATA, Meshes
 from parallelkit_torch.parallel.recipe import Recipe, Spread
 from parallelkit_torch.parallel.settings import Settings
+from parallelkit_torch.parallel.staged import PipelineModule
 from parallelkit_torch.parallel.step import (
     check_microbatches,
     dividing,
@@ -377,8 +378,10 @@ class TorchParallelContext:
             *self._chosen,
         ]
         for model, spread in self._models.items():
-            kind = type(names.unwrap(model)).__name__
+            plain = names.unwrap(model)
+            kind = type(plain).__name__
             lines += [f"{kind} {number}: {step}" for number, step in enumerate(spread.steps, 1)]
+            lines += plain.explain() if isinstance(plain, PipelineModule) else []
         return "\n".join(lines)
 
     # --- inner parts

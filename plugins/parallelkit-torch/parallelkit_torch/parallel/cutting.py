@@ -138,19 +138,26 @@ def _clone(
     for name, value in module.__dict__.items():
         if name.endswith(("_hooks", "_hooks_with_kwargs")):
             copied.__dict__[name] = type(value)(value) if isinstance(value, dict) else value
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    above = {name for name in module._modules if _reaches(f"{prefix}{name}.", kept | away)}
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    # A dict of layers is gone through; one that holds a list of layers, as GPT-2's, is asked.
+    is_list = is_list or (isinstance(module, nn.ModuleDict) and not above)
     for name, child in module._modules.items():
         full = prefix + name
         if full in away:
             if not is_list:
                 copied._modules[name] = Nothing() if full in added else PassThrough()
-        elif child is not None and any(n.startswith(f"{full}.") for n in kept | away):
+        elif child is not None and name in above:
             copied._modules[name] = _clone(child, f"{full}.", kept, away, added)
         else:
             copied._modules[name] = child
     if type(module) is nn.ModuleList:
         copied.__class__ = KeptList
     return copied
+
+
+def _reaches(start: str, names: set[str]) -> bool:
+    return any(name.startswith(start) for name in names)
 
 
 def _added(model: nn.Module) -> frozenset[str]:

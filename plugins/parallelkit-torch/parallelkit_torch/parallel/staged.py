@@ -77,6 +77,16 @@ class PipelineModule(nn.Module):
         for stage in self.stage_modules:
             stage.compile(*args, **kwargs)
 
+    def explain(self) -> list[str]:
+        """Say what is in which stage, what was compared, and how batches ran so far."""
+        here = {index: " (here)" for index in self.indices}
+        lines = [
+            f"stage {index}{here.get(index, '')}: {names[0]}"
+            + (f" to {names[-1]}, {len(names)} modules" if len(names) > 1 else "")
+            for index, names in enumerate(self.stages)
+        ]
+        return [*lines, *self.notes, *(self.runner.explain() if self.runner is not None else [])]
+
     def extra_repr(self) -> str:
         return f"stages {', '.join(map(str, self.indices))} of {len(self.stages)}"
 

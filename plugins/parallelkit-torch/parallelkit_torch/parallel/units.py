@@ -140,7 +140,7 @@ def _sequential_units(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _flat(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module.named_children():
+    for name, child in _children(module):
         if is_plain_sequential(child) and child._modules:
             yield from _flat(child, f"{prefix}{name}.")
         else:
@@ -180,6 +180,11 @@ def _decoder(model: nn.Module) -> Anatomy:
 
 def _child(module: nn.Module, names: Sequence[str]) -> str:
     return next((name for name in names if isinstance(getattr(module, name, None), nn.Module)), "")
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children by name; unlike `named_children`, one that is there twice is listed twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def _list_of_layers(module: nn.Module) -> str:
@@ -251,7 +256,8 @@ def _ordered(
 
 def _refuse_left_over(model: nn.Module, names: Sequence[str]) -> None:
     inside = tuple(f"{name}." for name in names)
-    rest = [name for name, _ in model.named_parameters() if not name.startswith(inside)]
+    every = model.named_parameters(remove_duplicate=False)
+    rest = [name for name, _ in every if not name.startswith(inside)]
     if rest:
         raise StageError(
             f"parameter {rest[0]!r} belongs to no part that a stage could hold"
