@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from models import decoder
+from parallelkit_torch.parallel import pipeline, tensor
 from parallelkit_torch.parallel.shape import describe_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,7 @@ from parallelkit import costs
 from parallelkit.shapes import Training
 
 SIZES = {"vocab": 512, "dim": 64, "heads": 4, "kv_heads": 2, "layers": 4}
+SHORT, LONG = 4, 32
 TOLERANCE = 0.15
 
 
@@ -61,21 +63,38 @@ class Alive(TorchDispatchMode):
         return out
 
 
+def loss_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
 def measured(model: nn.Module, tokens: torch.Tensor, microbatches: int) -> int:
-    """Peak bytes of the second step, when the optimizer has its state."""
+    """Peak bytes of the second step, when the optimizer has its state, on the rank with most."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     alive = Alive()
     for _ in range(2):
         alive.peak = 0
         with alive:
             alive.see([*model.parameters(), *model.buffers(), tokens])
-            for part in tokens.chunk(microbatches):
-                output = model(part)
-                nn.functional.cross_entropy(output.flatten(0, 1), part.flatten()).backward()
-                del output
+            if isinstance(model, pipeline.PipelineModule):
+                pipeline.step(model, tokens, tokens, loss=loss_of, microbatches=microbatches)
+            else:
+                for part in tokens.chunk(microbatches):
+                    output = model(part)
+                    loss_of(output, part).backward()
+                    del output
             optimizer.step()
             optimizer.zero_grad()
-    return alive.peak
+    return int(group.all_reduce(torch.tensor([alive.peak]), "max"))
+
+
+def parts(model: nn.Module) -> nn.Module:
+    tensor.apply(model, init_device_mesh("cpu", (2,)), tensor.styles(model))
+    return model
+
+
+def stages(model: nn.Module) -> nn.Module:
+    cut = costs.stages(shape[LONG], 2)
+    return pipeline.cut_for(model, [[unit.name for unit in stage] for stage in cut], group=group)
 
 
 def shards(model: nn.Module) -> nn.Module:
@@ -89,21 +108,23 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, int]]] = {
     "standalone": (lambda model: model, {"data": 1}),
     "replicas": (DistributedDataParallel, {"data": 2}),
     "shards": (shards, {"data_shard": 2}),
+    "parts": (parts, {"tensor": 2}),
+    "stages": (stages, {"pipeline": 2}),
 }
 
 group = pk.init_process_group(device="cpu", timeout=60)
 shape = {
     length: describe_model(decoder(**SIZES), torch.zeros(2, length, dtype=torch.long))
-    for length in (8, 32)
+    for length in (SHORT, LONG)
 }
 found = []
 for name, (spread, degrees) in WAYS.items():
     plan = pk.plan(1 if name == "standalone" else 2, "auto", **degrees)
-    for items, length, microbatches in ((1, 8, 1), (8, 32, 1), (8, 32, 2)):
-        if microbatches > 1 and name == "replicas":
+    for items, length, microbatches in ((2, SHORT, 2), (8, LONG, 2), (8, LONG, 1)):
+        if microbatches == 1 and name == "stages":  # 1F1B needs two
             continue
-        training = Training(batch=items * plan.world_size, state=2.0)
-        cut = costs.stages(shape[length], 1)
+        training = Training(batch=items * plan.data_shard_count, state=2.0)
+        cut = costs.stages(shape[length], plan.pipeline)
         reckoned = costs.memory(cut, plan, training, microbatches)
         tokens = torch.randint(0, SIZES["vocab"], (items, length))
         peak = measured(spread(decoder(**SIZES)), tokens, microbatches)

@@ -188,6 +188,7 @@ def test_memory_of_real_steps(job: Callable[..., list[RankResult]]) -> None:
     results = job("peaks.py", ranks=2, timeout=300.0)
     for result in results:
         found = json.loads(result.stdout.splitlines()[-1])
-        assert {name for name, *_ in found} == {"standalone", "replicas", "shards"}
+        ways = {name for name, *_ in found}
+        assert ways == {"standalone", "replicas", "shards", "parts", "stages"}
         for name, *case, reckoned, peak in found:
             assert abs(reckoned / peak - 1) < 0.15, (name, case)
