@@ -5,7 +5,9 @@ from __future__ import annotations
 import doctest
 import itertools
 import math
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -482,3 +484,11 @@ def test_examples_run() -> None:
     failed, attempted = doctest.testmod(sys.modules["parallelkit.search"])
     assert attempted > 0
     assert failed == 0
+
+
+def test_the_example_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    document = Path(__file__).resolve().parents[1] / "docs" / "auto.md"
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "from parallelkit.search" in block]
+    exec(compile(code, str(document), "exec"), {})
+    assert capsys.readouterr().out.startswith("auto: 64 ranks = data 8 x tensor 8")

@@ -236,8 +236,9 @@ def _inside(name: str, gathered: set[str]) -> bool:
 
 def _short(error: Exception) -> str:
     """Return what a message says is wrong, without the advice that follows."""
-    first = str(error).partition("; the model has ")[0].partition("; give stages")[0]
-    return " ".join(first.split())[:300]
+    text = str(error).partition("; the model has ")[0].partition("; give stages")[0]
+    lines = text.splitlines()  # a list of mistakes: the first one
+    return " ".join(lines[1 if len(lines) > 1 else 0].strip(" -").split())[:300]
 
 
 def _items(example: Any) -> int:
