@@ -79,7 +79,7 @@ class PipelineModule(nn.Module):
 
     def explain(self) -> list[str]:
         """Say what is in which stage, what was compared, and how batches ran so far."""
-        here = {index: " (here)" for index in self.indices}
+        here = dict.fromkeys(self.indices, " (here)")
         lines = [
             f"stage {index}{here.get(index, '')}: {names[0]}"
             + (f" to {names[-1]}, {len(names)} modules" if len(names) > 1 else "")
