@@ -95,7 +95,7 @@ class Folder(Images):
             image = opened.convert("RGB")
         box = random_box(image.size) if self._train else middle_box(image.size)
         pixels = np.asarray(image.resize((self._size, self._size), box=box), np.float32) / 255
-        scaled = (pixels - np.float32(MEAN)) / np.float32(DEVIATION)
+        scaled = (pixels - np.array(MEAN, np.float32)) / np.array(DEVIATION, np.float32)
         tensor = torch.from_numpy(scaled).permute(2, 0, 1)
         flip = self._train and bool(torch.rand(()) < 0.5)
         return (tensor.flip(-1) if flip else tensor).contiguous(), label

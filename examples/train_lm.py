@@ -33,7 +33,8 @@ def main() -> None:
     args = arguments()
     vocabulary, train, test = load_text()
     torch.manual_seed(args.seed)
-    net = Decoder(vocabulary, args.hidden, args.layers, args.heads, args.kv_heads)
+    padded = -(-vocabulary // 64) * 64  # so that a tensor axis divides it
+    net = Decoder(padded, args.hidden, args.layers, args.heads, args.kv_heads)
 
     with pk.init_process_group(device=args.device) as group:
         context = pk.parallel_context(**args.context)

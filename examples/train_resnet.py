@@ -66,11 +66,11 @@ def main() -> None:
             loss = float(group.all_reduce(torch.stack(losses).mean(), "mean"))
             rate = len(losses) * args.batch * group.world_size / (time.perf_counter() - start)
             share_statistics(net, group)
-            accuracy = evaluate(net, held_out, group)
+            right, seen = evaluate(net, held_out, group)
             if group.rank == 0:
                 print(
-                    f"epoch {epoch}, step {step}: loss {loss:.4f}, accuracy {accuracy:.4f} of "
-                    f"{len(test)} images, {rate:.1f} images/s",
+                    f"epoch {epoch}, step {step}: loss {loss:.4f}, accuracy {right / seen:.4f} of "
+                    f"{seen} images, {rate:.1f} images/s",
                     flush=True,
                 )
             if args.save:
@@ -83,7 +83,7 @@ def train_step(
     images: Tensor,
     labels: Tensor,
     optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    device: torch.device | str,
 ) -> Tensor:
     """Take one step on this rank's batch, and return its loss, detached."""
     loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
@@ -108,8 +108,8 @@ def share_statistics(net: nn.Module, group: pk.ProcessGroup) -> None:
 @torch.no_grad()
 def evaluate(
     net: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], group: pk.ProcessGroup
-) -> float:
-    """Return the share of all ranks' images that is labelled right; each image counts once.
+) -> tuple[int, int]:
+    """Return how many images of all ranks are labelled right, of how many; each counts once.
 
     The plain module is asked, not its wrapper: ranks may have different numbers of batches, and
     nothing here waits for another rank before the sum.
@@ -120,7 +120,7 @@ def evaluate(
         right = net(images.to(group.device)).argmax(1) == labels.to(group.device)
         counts += torch.tensor([int(right.sum()), len(labels)], device=group.device)
     right_ones, seen = group.all_reduce(counts, "sum").tolist()
-    return right_ones / seen
+    return right_ones, seen
 
 
 def arguments() -> argparse.Namespace:
