@@ -413,11 +413,16 @@ def test_what_one_rank_cannot_do_none_does(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_ends_in_mid_save(
-    job: Callable[..., list[RankResult]], save: Any, load: Any, tmp_path: Path, victim: int
+@pytest.mark.parametrize(("victim", "how"), [(0, "ends"), (1, "hangs")])
+def test_a_rank_that_stops_in_mid_save(
+    job: Callable[..., list[RankResult]],
+    save: Any,
+    load: Any,
+    tmp_path: Path,
+    victim: int,
+    how: str,
 ) -> None:
-    results = job("checkpoint_crash.py", str(tmp_path), str(victim), ends={victim: 7})
+    results = job("checkpoint_crash.py", str(tmp_path), str(victim), how, ends={victim: 7})
     assert "told" in results[1 - victim].stdout
     path, model = tmp_path / "crash", net()
     assert load(path, model) == {"step": 1}, "the old one is whole"
