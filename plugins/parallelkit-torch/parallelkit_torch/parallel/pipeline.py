@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelkit.errors import StageError
 from parallelkit_torch.group import TorchProcessGroup
+from parallelkit_torch.parallel.assign import assign
 from parallelkit_torch.parallel.cutting import check, cut
 from parallelkit_torch.parallel.schedule import Runner
 from parallelkit_torch.parallel.staged import PipelineModule
-from parallelkit_torch.parallel.units import assign, units
+from parallelkit_torch.parallel.units import units
 
 __all__ = ["PipelineModule", "Runner", "assign", "check", "cut", "cut_for", "step", "units"]
 

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from parallelkit.errors import (
-    DataShardError,
-    PlanError,
-    RankMismatchError,
-    StageError,
-    UnsupportedFeatureError,
-)
+from parallelkit.errors import PlanError, RankMismatchError, StageError
 from parallelkit_torch.group import TorchProcessGroup
 from parallelkit_torch.parallel import activations
 from parallelkit_torch.parallel.activations import Shape
+from parallelkit_torch.parallel.batches import Batch, Loss, key_of, loss_name, split_inputs
+from parallelkit_torch.parallel.stage import Stage, make
 from parallelkit_torch.parallel.staged import PipelineModule
 from parallelkit_torch.parallel.step import cut as slice_items
 from parallelkit_torch.parallel.step import items_in
@@ -37,70 +26,13 @@ SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 #: How many shapes of batches are kept ready. Each holds the buffers of one batch's activations.
 _KEPT: Final = 4
 
-Loss = Callable[[Any, Any], torch.Tensor]
-
-
-@attrs.define
-class _Batch:
-    """What the batch in progress needs on this rank.
-
-    Attributes:
-        loss: the user's.
-        targets: by microbatch.
-        factor: each microbatch's loss is multiplied with it.
-        failure: what the user's code raised, and where.
-    """
-
-    loss: Loss
-    targets: list[Any]
-    factor: float
-    failure: tuple[Exception, str] | None = None
-
-
-class _Stage(PipelineStage):
-    """A stage that notes whose error it was, and reduces gradients when told to only.
-
-    Attributes:
-        owner: of the batch in progress.
-        sync: whether the last backward pass of this batch reduces over the data axes.
-    """
-
-    owner: Runner
-    sync: bool
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            self.owner.blame(error, f"in the forward pass of stage {self.stage_index}")
-            raise
-
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().backward_maybe_with_nosync(*args, **kwargs)
-        except Exception as error:
-            self.owner.blame(error, f"in the backward pass of stage {self.stage_index}")
-            raise
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Called by the schedule after the last backward pass, and by mistake after none."""
-        if self.has_backward and self.sync:
-            super().perform_reduce_grad(grad_scale_factor)
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        """Do nothing: torch would drop gradients that earlier batches left to add up.
-
-        It does so after running the stage to find shapes, and, as of 2.13, where it was told the
-        shapes and ran nothing, too.
-        """
-
 
 @attrs.frozen(eq=False)
 class _Ready:
     """A schedule for batches of one shape."""
 
     schedule: Any
-    stages: list[_Stage]
+    stages: list[Stage]
 
 
 @final
@@ -128,7 +60,7 @@ class Runner:
         self.count = group.world_size * virtual_stages
         self._virtual = virtual_stages
         self._ready: OrderedDict[tuple[Any, ...], _Ready] = OrderedDict()
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._ran: dict[tuple[int, int], int] = {}
 
     def run(
@@ -176,16 +108,16 @@ class Runner:
         if module.runner is not self:
             raise StageError("a pipeline's module is run by the runner that it was made with")
         device = torch.device(self.group.device)
-        arguments, named = _split_inputs(inputs, device)
+        arguments, named = split_inputs(inputs, device)
         items = items_in((arguments, named), target)
         parts = self.fitting(items, microbatches)
         self._ran[items, parts] = self._ran.get((items, parts), 0) + 1
         units = _sharded(module)
-        key = _key(arguments, named, parts, module.training, backward, device)
+        key = key_of(arguments, named, parts, module.training, backward, device)
         self._compare((*key, sync, scale is None, loss_name(loss)))
         _gather(units)
         each = items // parts
-        self._batch = _Batch(
+        self._batch = Batch(
             loss,
             [slice_items(target, i * each, (i + 1) * each) for i in range(parts)],
             1.0 / parts if scale is None else float(scale),
@@ -228,7 +160,7 @@ class Runner:
             )
         return lines
 
-    def blame(self, error: Exception, where: str) -> None:
+    def _blame(self, error: Exception, where: str) -> None:
         """Note that the user's code failed, the first time only."""
         if self._batch is not None and self._batch.failure is None:
             self._batch.failure = (error, where)
@@ -278,7 +210,9 @@ class Runner:
         first, extra = slice_items((tuple(arguments), dict(named)), 0, each)
         between = activations.find(mine, self.count, self.group, first, extra, backward=backward)
         edges = [tuple(Shape.of(x) for x in first), *between, (Shape((), "float32", backward),)]
-        stages = [self._stage(index, mine[index], edges) for index in module.indices]
+        stages = [
+            make(mine[index], index, edges, self.group, self._blame) for index in module.indices
+        ]
         kind = self._kind(parts, backward=backward)
         given: Any = stages if kind is ScheduleInterleaved1F1B else stages[0]
         schedule = kind(given, parts, loss_fn=self._loss, scale_grads=False)
@@ -286,24 +220,6 @@ class Runner:
         if len(self._ready) > _KEPT:
             self._ready.popitem(last=False)
         return ready
-
-    def _stage(self, index: int, module: nn.Module, edges: Sequence[tuple[Shape, ...]]) -> _Stage:
-        if isinstance(module, DistributedDataParallel):
-            raise UnsupportedFeatureError(
-                "a stage is wrapped in DistributedDataParallel; replicas of a stage are made by "
-                "fully_shard over a mesh of replicas and one shard, as the context does"
-            )
-        stage = _Stage(
-            module,
-            index,
-            self.count,
-            torch.device(self.group.device),
-            input_args=tuple(shape.make("meta") for shape in edges[index]),
-            output_args=tuple(shape.make("meta") for shape in edges[index + 1]),
-            group=self.group.native,
-        )
-        stage.owner = self
-        return stage
 
     def _go(
         self,
@@ -347,7 +263,7 @@ class Runner:
                 raise StageError(f"loss gave {what:.80}; it gives a tensor without dims")
             return value * batch.factor
         except Exception as error:
-            self.blame(error, "in the loss")
+            self._blame(error, "in the loss")
             raise
 
     def _explain(self, error: Exception, elapsed: float) -> None:
@@ -371,53 +287,6 @@ class Runner:
         mine = torch.zeros((), device=device) if value is None else value
         told = self.group.broadcast(mine.to(dtype), (self.count - 1) % self.group.world_size)
         return told.to(torch.get_default_dtype())
-
-
-def loss_name(loss: Loss) -> str:
-    """The loss by name, as far as it has one: enough to notice that ranks use two."""
-    return getattr(loss, "__qualname__", type(loss).__qualname__)
-
-
-def _split_inputs(
-    inputs: Any, device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """What the first stage takes by position, and what every stage takes by name."""
-    if isinstance(inputs, Mapping) and inputs:
-        (_, first), *rest = inputs.items()
-        arguments, named = (first,), dict(rest)
-    else:
-        arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        named = {}
-    for x in (*arguments, *named.values()):
-        if not isinstance(x, torch.Tensor):
-            raise DataShardError(
-                f"inputs of a pipeline hold a {type(x).__qualname__}; they are a tensor, a tuple "
-                "of tensors, or a mapping of names to tensors"
-            )
-    if not arguments:
-        raise DataShardError("inputs of a pipeline are empty; the first stage needs a tensor")
-    moved = tuple(x.to(device) for x in arguments)
-    return moved, {name: x.to(device) for name, x in named.items()}
-
-
-def _key(
-    arguments: Sequence[torch.Tensor],
-    named: Mapping[str, torch.Tensor],
-    parts: int,
-    training: bool,
-    backward: bool,
-    device: torch.device,
-) -> tuple[Any, ...]:
-    """All that a schedule and the shapes between its stages depend on."""
-    auto = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return (
-        tuple(tuple(Shape.of(x)) for x in arguments),
-        tuple((name, *Shape.of(x)) for name, x in named.items()),
-        parts,
-        training,
-        backward,
-        auto,
-    )
 
 
 def _sharded(module: PipelineModule) -> list[FSDPModule]:

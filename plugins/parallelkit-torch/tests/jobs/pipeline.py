@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import decoder, mlp
+from models import TinyDecoder, decoder, mlp
 from parallelkit_torch.parallel import pipeline
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -60,6 +60,17 @@ def same(model: nn.Module, reference: nn.Module) -> None:
 def cut(model: nn.Module, schedule: str, virtual: int = 1) -> pipeline.PipelineModule:
     stages = pipeline.assign(model, world * virtual)
     return pipeline.cut_for(model, stages, group=group, schedule=schedule, virtual_stages=virtual)
+
+
+class Placed(TinyDecoder):
+    """Takes positions by name, in every stage."""
+
+    def forward(self, tokens: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.model.embed_tokens(tokens)
+        cos, sin = self.model.rotary_emb(positions[0])
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return self.lm_head(self.model.norm(x))  # type: ignore[no-any-return]
 
 
 generator = torch.Generator().manual_seed(1)
@@ -128,6 +139,19 @@ value = pipeline.step(
 )
 mean(whole(inputs), classes).backward()
 same(staged, whole)
+
+# what every stage takes by name
+torch.manual_seed(0)
+placed = Placed()
+staged_placed = cut(placed, "1f1b")
+positions = torch.arange(3, 24, 3).repeat(8, 1)
+value = pipeline.step(
+    staged_placed, {"tokens": tokens[:8], "positions": positions}, tokens[1:9], loss=mean_loss
+)
+expected = mean_loss(placed(tokens[:8], positions=positions), tokens[1:9])
+torch.testing.assert_close(value, expected.detach())
+other = mean_loss(placed(tokens[:8], positions=positions + 5 * positions), tokens[1:9])
+assert abs(float(other.detach() - value)) > 1e-5  # positions do matter
 
 # random numbers and buffers are as if shapes had not been looked for by a run
 noisy = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 4))

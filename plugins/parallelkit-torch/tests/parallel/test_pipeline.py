@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallelkit_torch.parallel import cutting, pipeline, units
+from parallelkit_torch.parallel import assign, cutting, pipeline, units
 from parallelkit_torch.parallel.activations import Shape, find
+from parallelkit_torch.parallel.batches import split_inputs
 from torch import nn
 
-from parallelkit.errors import PlanError, StageError
+from parallelkit.errors import DataShardError, PlanError, StageError
 from parallelkit.spawn import RankResult
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
@@ -192,7 +193,7 @@ def test_cuts_are_as_even_as_any() -> None:
         n = rng.randint(1, 8)
         sizes = [rng.choice((0, 1, 3, 9, 40)) for _ in range(n)]
         for count in range(1, n + 1):
-            made = units._even(sizes, count)
+            made = assign._even(sizes, count)
             assert [a for a, _ in made] + [n] == [0] + [b for _, b in made]
             assert all(a < b for a, b in made)
             every = [
@@ -465,6 +466,20 @@ def test_settings_of_a_pipeline() -> None:
         pipeline.cut_for(mlp(), pipeline.assign(mlp(), 2), group=group())
     with pytest.raises(StageError, match="got a TinyMlp"):
         pipeline.step(mlp(), TOKENS, TOKENS, loss=nn.functional.mse_loss)
+
+
+def test_inputs_of_a_batch() -> None:
+    x, cpu = torch.ones(2), torch.device("cpu")
+    assert split_inputs(x, cpu) == ((x,), {})
+    assert split_inputs((x, x), cpu) == ((x, x), {})
+    assert split_inputs({"input_ids": x, "mask": x}, cpu) == ((x,), {"mask": x})
+    bad: list[tuple[Any, str]] = [
+        ((), "empty"), ([x], "hold a list"), ((x, None), "hold a NoneType"), ({}, "hold a dict"),
+        ({"x": x, "target": x}, "cannot be called target"),
+    ]  # fmt: skip
+    for inputs, said in bad:
+        with pytest.raises(DataShardError, match=said):
+            split_inputs(inputs, cpu)
 
 
 def test_shapes_between_stages() -> None:
