@@ -1,4 +1,7 @@
-"""Time of a plan: making it, all groups of all axes, every data part, table, JSON and picture."""
+"""Time of a plan: making it, all groups of all axes, every data part, table, JSON and picture.
+
+And of the search of mode auto, over a model of 96 layers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from common import Goal, Row, Run, Timing, finish, parser, time_calls, wait_idle
 
 from parallelkit.picture import to_svg
 from parallelkit.plan import ParallelPlan, plan
+from parallelkit.search import search
+from parallelkit.shapes import Hardware, ModelShape, Size, Training, Unit
 
 COLUMNS = ("ranks", "what", "ms", "low ms", "high ms")
 DEGREES = {"pipeline": 4, "data_shard": 2, "tensor": 8, "expert": 2}
@@ -20,6 +25,7 @@ def main() -> None:
     wait_idle(args.wait_idle)
     run = Run("plan", args)
     rows = [row for world in WORLDS for row in time_world(world, 1 if args.quick else 9)]
+    rows += [time_search(world, 1 if args.quick else 5) for world in WORLDS[:2]]
     total = next(row["ms"] for row in rows if row["ranks"] == 1_024 and row["what"] == "all")
     goal = Goal("1,024 ranks, all of it, ms", 50, total, at_least=False)
     finish(run.result(rows, [goal], degrees=DEGREES), COLUMNS, args.output)
@@ -44,6 +50,24 @@ def time_world(world: int, repeats: int) -> list[Row]:
         row: Row = {"ranks": world, "what": what}
         rows.append(row | {name: value * 1e3 for name, value in milliseconds.items()})
     return rows
+
+
+def time_search(world: int, repeats: int) -> Row:
+    """Time a search over all degrees and numbers of microbatches."""
+    layer = Size(10**9, 10**9)
+    units = [
+        Unit(name=str(number), trainable=layer, activations=Size(10**8), flops=10**13)
+        for number in range(96)
+    ]
+    model = ModelShape(units=units, divisors=(64, 8))
+    hardware, training = Hardware(memory=80 * 10**9), Training(batch=4 * world)
+    seconds = time_calls(
+        lambda: search(model, world, hardware, training), warmups=0, repeats=repeats
+    )
+    took = Timing.of(seconds)
+    milliseconds = {"ms": took.median, "low ms": took.low, "high ms": took.high}
+    row: Row = {"ranks": world, "what": "search"}
+    return row | {name: value * 1e3 for name, value in milliseconds.items()}
 
 
 def everything(world: int) -> ParallelPlan:

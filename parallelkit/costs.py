@@ -174,7 +174,7 @@ class _Stage:
         self.in_flight = in_flight
         items = training.batch / (plan.data * d * microbatches)
         # by unit: whole on this tensor rank
-        params = [unit.parameters.on(t) for unit in units]
+        params = [unit.parameters_on(t) for unit in units]
         grads = [unit.trainable.on(t) for unit in units]
         acts = [unit.activations.on(t) * items for unit in units]
         blocks = [unit.block for unit in units]
@@ -306,7 +306,7 @@ def _gather_seconds(
         return 0.0
     rate = _rate(plan, hardware, "data_shard")
     each = [
-        _ring(unit.parameters.on(plan.tensor), plan.data_shard, rate, hardware.latency)
+        _ring(unit.parameters_on(plan.tensor), plan.data_shard, rate, hardware.latency)
         for unit in units
     ]
     again = sum(one for one, unit in zip(each, units, strict=True) if unit.block)
@@ -335,12 +335,12 @@ def _reduce_seconds(
         hidden = max(last, 2 * _ring(total, plan.data, rate, 0.0) + steps - compute * 2 / 3)
         return hidden + buckets * hardware.latency * (plan.data > 1)
     each = []
+    near, far = _rate(plan, hardware, "data_shard"), _rate(plan, hardware, "data")
+    steps = (plan.data_shard - 1) + 2 * (plan.data - 1)
     for unit in units:
         size = unit.trainable.on(plan.tensor)
-        scatter = _ring(size, plan.data_shard, _rate(plan, hardware, "data_shard"), 0.0)
-        part = size / plan.data_shard
-        among = 2 * _ring(part, plan.data, _rate(plan, hardware, "data"), 0.0)
-        steps = (plan.data_shard - 1) + 2 * (plan.data - 1)
+        scatter = _ring(size, plan.data_shard, near, 0.0)
+        among = 2 * _ring(size / plan.data_shard, plan.data, far, 0.0)
         each.append(scatter + among + steps * hardware.latency * (size > 0))
     messages = (plan.data_shard > 1) + (plan.data > 1)
     launches = messages * sum(unit.trainable.whole > 0 for unit in units)

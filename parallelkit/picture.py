@@ -259,11 +259,10 @@ def _draw_legend(root: ET.Element, plan: ParallelPlan, left: float, top: float) 
 def _colour(part: int) -> str:
     """Return a light colour, on which dark text can be read in either scheme."""
     turn, hue = divmod(part, len(_HUES))
-    # 137.5 degrees, the golden angle, keeps later turns away from earlier ones
+    # Later turns differ in hue by the golden angle, in lightness, and then in saturation.
+    lightness, saturation = (0.78, 0.86, 0.70)[turn % 3], (0.65, 0.3)[turn // 3 % 2]
     # In hexadecimal, which every viewer reads; some do not know hsl().
-    rgb = colorsys.hls_to_rgb(
-        (_HUES[hue] + 137.5 * turn) % 360 / 360, (0.78, 0.86, 0.70)[turn % 3], 0.65
-    )
+    rgb = colorsys.hls_to_rgb((_HUES[hue] + 137.5 * turn) % 360 / 360, lightness, saturation)
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 

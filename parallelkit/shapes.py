@@ -99,6 +99,10 @@ class Unit:
         """All parameters."""
         return self.trainable + self.frozen
 
+    def parameters_on(self, tensor: int) -> int:
+        """Return the bytes of parameters on one of `tensor` ranks."""
+        return self.trainable.on(tensor) + self.frozen.on(tensor)
+
 
 def _units(values: Iterable[Unit]) -> tuple[Unit, ...]:
     return tuple(values)
