@@ -1,22 +1,25 @@
-"""A training step under parallelkit, against the same raw torch DDP script, on two gloo ranks.
+"""A training step under parallelkit, Accelerate and Fabric, against raw torch, on two gloo ranks.
 
-Both train the same model on the same data from the same values, in the same processes, in turns:
-raw, raw again, parallelkit, and back. The second raw arm shows what "the same" measures here; the
-goal is that parallelkit differs from raw no more than raw does from itself. A ratio is the median
-over rounds, low and high its 95 % interval. Final weights must be equal bit by bit.
+All train the same model on the same data from the same values, in the same processes, in turns:
+raw, raw again, parallelkit, the peers, and a rank by itself. The second raw arm shows what "the
+same" measures here; the goal is that parallelkit differs from raw no more than raw does from
+itself. A ratio is the median over rounds, low and high its 95 % interval. parallelkit's final
+weights must be raw's bit by bit, the peers' nearly.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import (
     Goal,
@@ -28,22 +31,29 @@ from common import (
     median_interval,
     parser,
     ratios,
+    time_calls,
     wait_idle,
 )
 
+if TYPE_CHECKING:
+    from trainers import Trainer
+
 RANKS = 2
-BATCH = 16
-FEATURES = 512
-CLASSES = 64
-ARMS = ("raw", "raw again", "parallelkit")
-COLUMNS = ("mode", "arm", "ms a step", "low ms", "high ms", "ratio", "ratio low", "ratio high")
+COLUMNS = (
+    *("strategy", "mode", "size", "arm", "ms a step", "low ms", "high ms"),
+    *("ratio", "ratio low", "ratio high"),
+)
 #: Within noise: a hundredth, or the interval of raw against itself where that is wider.
 NOISE = 0.01
+#: How far weights may be from raw's after all steps, for arms that add up in another order.
+CLOSE = 1e-3
 
 
 def main() -> None:
     made = parser(__doc__)
+    made.add_argument("--strategy", choices=("ddp", "fsdp2", "both"), default="both")
     made.add_argument("--mode", choices=("eager", "graph", "both"), default="both")
+    made.add_argument("--size", choices=("small", "large", "both"), default="both")
     made.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
     args = made.parse_args()
     if args.rank_output is not None:
@@ -53,32 +63,48 @@ def main() -> None:
     run = Run("step", args)
     rows: list[Row] = []
     goals: list[Goal] = []
-    for mode in ("eager", "graph") if args.mode == "both" else (args.mode,):
-        if args.quick and mode == "graph":
-            continue  # compiling takes longer than all the rest
-        found = measure(mode, args.quick)
-        if "skipped" in found:
-            print(f"{mode}: skipped, {found['skipped']}")
-            continue
+    missing: list[Row] = []
+    limits: list[Row] = []
+    for strategy, mode, size in cases(args):
+        found = measure(strategy, mode, size, args.quick)
         rows += found["rows"]
-        own = next(row for row in found["rows"] if row["arm"] == "raw again")
-        noise = max(NOISE, own["ratio high"] - 1, 1 - own["ratio low"])
-        goals.append(
-            Goal(f"{mode}: step over raw step", 1 + noise, found["rows"][2]["ratio"], False)
-        )
-    result = run.result(rows, goals, ranks=RANKS, batch=BATCH, features=FEATURES)
+        missing += found["missing"]
+        limits += found["limits"]
+        for lack in found["missing"]:
+            print(f"{strategy}, {mode}, {size}: no {lack['arm']}: {lack['why']}")
+        if found["rows"]:
+            goals.append(goal(found["rows"], f"{strategy}, {mode}, {size}"))
+    result = run.result(rows, goals, ranks=RANKS, missing=missing, limits=limits)
     finish(result, COLUMNS, args.output)
 
 
-def measure(mode: str, quick: bool) -> dict[str, Any]:
+def cases(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Every strategy, mode and size asked for; the quick form leaves out what takes long."""
+    strategies = ("ddp", "fsdp2") if args.strategy == "both" else (args.strategy,)
+    modes = ("eager", "graph") if args.mode == "both" else (args.mode,)
+    sizes = ("small", "large") if args.size == "both" else (args.size,)
+    if args.quick:  # compiling takes longer than all the rest
+        modes, sizes = modes[:1], sizes[:1]
+    return list(itertools.product(strategies, modes, sizes))
+
+
+def goal(rows: list[Row], what: str) -> Goal:
+    own = next(row for row in rows if row["arm"] == "raw again")
+    noise = max(NOISE, own["ratio high"] - 1, 1 - own["ratio low"])
+    ours = next(row for row in rows if row["arm"] == "parallelkit")
+    return Goal(f"{what}: step over raw step", 1 + noise, ours["ratio"], False)
+
+
+def measure(strategy: str, mode: str, size: str, quick: bool) -> dict[str, Any]:
     """Start two ranks of this file and return what rank 0 found."""
     from parallelkit import spawn_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rank.json"
-        argv = [sys.executable, __file__, "--mode", mode, "--rank-output", str(output)]
-        env = {"OMP_NUM_THREADS": "1"}
-        results = spawn_ranks(argv + ["--quick"] * quick, RANKS, timeout=900, env=env)
+        argv = [sys.executable, __file__, "--strategy", strategy, "--mode", mode, "--size", size]
+        argv += ["--rank-output", str(output)]
+        env = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+        results = spawn_ranks(argv + ["--quick"] * quick, RANKS, timeout=1800, env=env, grace=30)
         for result in results:
             if result.returncode:
                 raise SystemExit(f"rank {result.rank} failed:\n{result.stderr[-4000:]}")
@@ -86,20 +112,37 @@ def measure(mode: str, quick: bool) -> dict[str, Any]:
         return found
 
 
+def free_port() -> int:
+    """A port that was free just now: the peers read one from the environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank: build three trainers, train them in turns."""
+    """One rank: build all arms that can run, and train them in turns."""
     import torch
+    from trainers import ARMS, Case, MissingArmError, build
 
     import parallelkit as pk
 
     torch.set_num_threads(1)
-    blocks, steps = (6, 10) if args.quick else (60, 25)
+    case = Case(args.strategy, args.mode, args.size)
+    blocks, steps = (6, 5) if args.quick else {"small": (60, 25), "large": (40, 8)}[args.size]
     with pk.init_process_group(framework="torch", device="cpu", timeout=600) as group:
-        mode = pk.execution_mode(args.mode, fallback=True)
-        if mode.effective != args.mode:
-            report(args, group.rank, {"skipped": mode.reason})
+        mode = pk.execution_mode(case.mode, fallback=True)
+        if mode.effective != case.mode:
+            lack = {"strategy": case.strategy, "mode": case.mode, "size": case.size}
+            lacks = [lack | {"arm": "all", "why": mode.reason}]
+            report(args, group.rank, {"rows": [], "missing": lacks, "limits": []})
             return
-        trainers = {arm: Trainer(arm, group, args.mode) for arm in ARMS}
+        trainers: dict[str, Trainer] = {}
+        missing: list[Row] = []
+        for arm in ARMS:
+            try:
+                trainers[arm] = build(arm, case)
+            except MissingArmError as error:
+                missing.append({**case._asdict(), "arm": arm, "why": str(error)})
 
         def timed(trainer: Trainer) -> float:
             group.barrier()
@@ -109,97 +152,78 @@ def rank_main(args: argparse.Namespace) -> None:
 
         calls = {arm: partial(timed, trainer) for arm, trainer in trainers.items()}
         seconds = interleaved(calls, warmups=2, repeats=blocks)
-        weights = {arm: trainer.weights() for arm, trainer in trainers.items()}
-        for arm in ARMS:
-            assert torch.equal(weights[arm], weights["raw"]), f"{arm} trained to other weights"
-    rows = []
-    for arm in ARMS:
-        own, ratio = Timing.of(seconds[arm]), ratios(seconds[arm], seconds["raw"])
-        pairs = [a / b for a, b in zip(seconds[arm], seconds["raw"], strict=True)]
-        low, high = median_interval(pairs)
-        rows.append(
-            {
-                "mode": args.mode,
-                "arm": arm,
-                "ms a step": own.median * 1e3,
-                "low ms": own.low * 1e3,
-                "high ms": own.high * 1e3,
-                "ratio": ratio.median,
-                "ratio low": low,
-                "ratio high": high,
-                "ratio quartiles": [ratio.low, ratio.high],
-                "blocks": blocks,
-                "steps a block": steps,
-            }
-        )
-    report(args, group.rank, {"rows": rows})
+        differences = compare(trainers)
+        limits = [case._asdict() | limit(trainers["no exchange"], group, args.quick)]
+    rows = [
+        {**case._asdict(), **row(arm, seconds), "difference": differences.get(arm)}
+        for arm in trainers
+    ]
+    for made in rows:
+        made |= {"blocks": blocks, "steps a block": steps}
+    report(args, group.rank, {"rows": rows, "missing": missing, "limits": limits})
 
 
-class Trainer:
-    """One arm: a model, a loader that never ends, and a step."""
-
-    def __init__(self, arm: str, group: Any, mode: str) -> None:
-        import torch
-        from torch import nn
-        from torch.utils.data import TensorDataset
-
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(FEATURES, FEATURES),
-            nn.ReLU(),
-            nn.Linear(FEATURES, FEATURES),
-            nn.ReLU(),
-            nn.Linear(FEATURES, CLASSES),
-        )
-        count = BATCH * RANKS * 8
-        data = TensorDataset(torch.randn(count, FEATURES), torch.randint(CLASSES, (count,)))
-        build = with_parallelkit if arm == "parallelkit" else with_torch
-        self._model, compile_, loader = build(model, data, group, mode)
-        optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
-        loss_of = nn.CrossEntropyLoss()
-        forward = compile_(self._model)
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            loss_of(forward(x), y).backward()
-            optimizer.step()
-
-        self._step: Callable[..., None] = step
-        self._batches = endless(loader)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self._step(*next(self._batches))
-
-    def weights(self) -> Any:
-        import torch
-
-        return torch.cat([p.detach().flatten() for p in self._model.parameters()])
+def row(arm: str, seconds: dict[str, list[float]]) -> Row:
+    """What one arm measured, and its ratio to raw of the same round."""
+    own, ratio = Timing.of(seconds[arm]), ratios(seconds[arm], seconds["raw"])
+    low, high = median_interval([a / b for a, b in zip(seconds[arm], seconds["raw"], strict=True)])
+    return {
+        "arm": arm,
+        "ms a step": own.median * 1e3,
+        "low ms": own.low * 1e3,
+        "high ms": own.high * 1e3,
+        "ratio": ratio.median,
+        "ratio low": low,
+        "ratio high": high,
+        "ratio quartiles": [ratio.low, ratio.high],
+    }
 
 
-def with_torch(model: Any, data: Any, group: Any, mode: str) -> tuple[Any, Any, Any]:
-    """What a script without parallelkit does."""
+def compare(trainers: dict[str, Trainer]) -> dict[str, float]:
+    """Largest difference of each arm's weights to raw's; ours must be 0. Collective."""
+    weights = {arm: trainer.weights() for arm, trainer in trainers.items()}
+    found = {
+        arm: float((value - weights["raw"]).abs().max())
+        for arm, value in weights.items()
+        if arm != "no exchange"
+    }
+    for arm, difference in found.items():
+        allowed = CLOSE if arm in ("accelerate", "fabric") else 0.0
+        assert difference <= allowed, f"{arm} trained to other weights: {difference}"
+    return found
+
+
+def limit(trainer: Trainer, group: Any, quick: bool) -> Row:
+    """What a step must move at least, and how long moving just that takes. Collective.
+
+    DDP adds up the gradients on all ranks. FSDP2 gathers the parameters before forward, again
+    before backward, and gives each rank its part of the gradients' sum.
+    """
     import torch
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
+    import torch.distributed as dist
 
-    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, shuffle=False))
-    compile_ = torch.compile if mode == "graph" else (lambda target: target)
-    return DistributedDataParallel(model), compile_, loader
+    count = sum(p.numel() for p in trainer.model.parameters())
+    count += -count % RANKS
+    whole, part = torch.zeros(count), torch.zeros(count // RANKS)
 
+    def timed(call: Any) -> float:
+        def both() -> None:
+            group.barrier()
+            call()
 
-def with_parallelkit(model: Any, data: Any, group: Any, mode: str) -> tuple[Any, Any, Any]:
-    """The same by parallelkit."""
-    import parallelkit as pk
+        return Timing.of(time_calls(both, warmups=3, repeats=10 if quick else 50)).median
 
-    context = pk.parallel_context(data=-1, group=group)
-    loader = context.shard(data, batch_size=BATCH)
-    return context.parallelize(model), pk.execution_mode(mode).compile, loader
-
-
-def endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+    empty = timed(lambda: None)
+    reduced = timed(lambda: dist.all_reduce(whole)) - empty
+    gathered = timed(lambda: dist.all_gather_into_tensor(whole, part)) - empty
+    scattered = timed(lambda: dist.reduce_scatter_tensor(part, whole)) - empty
+    return {
+        "gradient bytes": 4 * count,
+        "all-reduce ms": reduced * 1e3,
+        "all-gather ms": gathered * 1e3,
+        "reduce-scatter ms": scattered * 1e3,
+        "all-reduce GB/s": 4 * count / reduced / 1e9 if reduced > 0 else None,
+    }
 
 
 def report(args: argparse.Namespace, rank: int, found: dict[str, Any]) -> None:
@@ -208,4 +232,5 @@ def report(args: argparse.Namespace, rank: int, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # or Accelerate's arm is another one
     main()

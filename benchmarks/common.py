@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
-PACKAGES = ("parallelkit", "torch", "numpy", "pluggy", "attrs", "xxhash", "pyzmq")
+PACKAGES = (
+    *("parallelkit", "torch", "numpy", "pluggy", "attrs", "xxhash", "pyzmq"),
+    *("accelerate", "lightning-fabric"),
+)
 
 
 class Timing(NamedTuple):

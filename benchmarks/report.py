@@ -98,8 +98,36 @@ def hooks_tables(result: Result) -> list[str]:
 
 
 def step_tables(result: Result) -> list[str]:
-    columns = ("mode", "arm", "ms a step", "low ms", "high ms", "ratio", "ratio low", "ratio high")
-    return [markdown(columns, result["rows"]), goal_table(result)]
+    columns = (
+        *("strategy", "mode", "size", "arm", "ms a step", "low ms", "high ms"),
+        *("ratio", "ratio low", "ratio high"),
+    )
+    limits = (
+        *("strategy", "mode", "size", "gradient bytes", "all-reduce ms", "all-gather ms"),
+        *("reduce-scatter ms", "all-reduce GB/s"),
+    )
+    parts = [markdown(columns, result["rows"]), goal_table(result)]
+    if found := result["parameters"].get("limits"):
+        parts += ["What the exchange alone takes, in the same runs:", markdown(limits, found)]
+    return parts + missing_lines(result)
+
+
+def start_tables(result: Result) -> list[str]:
+    columns = (
+        *("arm", "imported s", "group open s", "first step s", "low s", "high s"),
+        *("ratio", "ratio low", "ratio high", "import of library ms"),
+    )
+    return [markdown(columns, result["rows"]), goal_table(result), *missing_lines(result)]
+
+
+def missing_lines(result: Result) -> list[str]:
+    """What was not measured, each reason once."""
+    places: dict[str, list[str]] = {}
+    for lack in result["parameters"].get("missing", []):
+        case = ", ".join(lack[key] for key in ("strategy", "mode", "size") if key in lack)
+        places.setdefault(f"{lack['arm']}: {lack['why']}", []).append(case)
+    lines = [f"- {why}" + f" ({'; '.join(at)})" * any(at) for why, at in places.items()]
+    return ["Not measured:\n\n" + "\n".join(lines)] if lines else []
 
 
 def shm_tables(result: Result) -> list[str]:
@@ -136,6 +164,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "import": import_tables,
     "hooks": hooks_tables,
     "step": step_tables,
+    "start": start_tables,
     "shm": shm_tables,
 }
 

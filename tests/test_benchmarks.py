@@ -25,7 +25,8 @@ KEYS = {
 ROWS = {
     "import": {"module", "wall ms", "booked ms", "of torch", "samples"},
     "hooks": {"way", "plugins", "µs", "of method"},
-    "step": {"mode", "arm", "ms a step", "ratio", "ratio low", "ratio high"},
+    "step": {"strategy", "mode", "size", "arm", "ms a step", "ratio", "ratio low", "ratio high"},
+    "start": {"arm", "imported s", "group open s", "first step s", "ratio", "import of library ms"},
     "plan": {"ranks", "what", "ms", "low ms", "high ms"},
     "shm": {"size", "kind", "tensors", "nbytes", "verify", "aliased", "update ms", "of memcpy"}
     | {"times pickle", "phases ms"},
