@@ -82,6 +82,7 @@ def find(
                 given = [s.make(group.device) for s in found[-1]] if found else arguments
                 mine = _run(stage_modules[index], index, given, named, backward=backward)
             except Exception as error:  # the other ranks wait: tell them, then raise
+                error.add_note(f"parallelkit: in stage {index}, run to find what it gives")
                 problem = error
         told: Plain = None
         if problem is not None:
