@@ -1,8 +1,8 @@
 """Time from a process's start to its group, and to its first training step, on two gloo ranks.
 
 Raw torch, Accelerate, Fabric and parallelkit, each as a script of its own that is started by the
-same launcher, in turns. A figure is that of the slower rank. The interpreter's own start is in
-all of them.
+same launcher, in turns. A figure is that of the slower rank, with the interpreter's own start. A
+ratio is the median over rounds, low and high its 95 % interval.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 from bench_step import free_port
-from common import Goal, Row, Run, Timing, finish, interleaved, parser, ratios, wait_idle
+from common import (
+    Goal,
+    Row,
+    Run,
+    Timing,
+    finish,
+    interleaved,
+    median_interval,
+    parser,
+    ratios,
+    wait_idle,
+)
 
 RANKS = 2
 ARMS = ("raw", "raw again", "parallelkit", "accelerate", "fabric")
@@ -25,7 +36,7 @@ COLUMNS = (
     *("arm", "imported s", "group open s", "first step s", "low s", "high s"),
     *("ratio", "ratio low", "ratio high", "import of library ms"),
 )
-#: Of raw's own spread, as in bench_step.
+#: A hundredth, or the interval of raw against itself where that is wider; as in bench_step.
 NOISE = 0.01
 
 
@@ -89,6 +100,7 @@ def row(arm: str, samples: dict[str, list[dict[str, float]]]) -> Row:
     own = {name: [point[name] for point in samples[arm]] for name in samples[arm][0]}
     raw = [point["first step"] for point in samples["raw"]]
     first, ratio = Timing.of(own["first step"]), ratios(own["first step"], raw)
+    low, high = median_interval([a / b for a, b in zip(own["first step"], raw, strict=True)])
     medians = {f"{name} s": Timing.of(own[name]).median for name in POINTS}
     return {
         "arm": arm,
@@ -96,21 +108,23 @@ def row(arm: str, samples: dict[str, list[dict[str, float]]]) -> Row:
         "low s": first.low,
         "high s": first.high,
         "ratio": ratio.median,
-        "ratio low": ratio.low,
-        "ratio high": ratio.high,
+        "ratio low": low,
+        "ratio high": high,
         "import of library ms": Timing.of(own["library"]).median * 1e3,
         "samples": first.samples,
     }
 
 
 def goals(rows: list[Row]) -> list[Goal]:
-    """Not slower than the faster of the peers that are there."""
+    """Not slower than the faster of the peers that are there, but for raw's own noise."""
     ratio = {row["arm"]: row["ratio"] for row in rows}
+    again = next(row for row in rows if row["arm"] == "raw again")
+    noise = max(NOISE, again["ratio high"] - 1, 1 - again["ratio low"])
     peers = [ratio[arm] for arm in ("accelerate", "fabric") if arm in ratio]
     if not peers:
         return []
     name = "first step over that of the faster peer"
-    return [Goal(name, 1.0, ratio["parallelkit"] / min(peers), False)]
+    return [Goal(name, 1 + noise, ratio["parallelkit"] / min(peers), False)]
 
 
 # --- in the ranks

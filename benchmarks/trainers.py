@@ -164,9 +164,10 @@ def with_accelerate(net: nn.Module, data: Any, case: Case) -> Trainer:
     loader = DataLoader(data, batch_size=SIZES[case.size].batch)
     model, optimizer, loader = accelerator.prepare(net, _sgd(net), loader)
     if case.strategy == "fsdp2" and not any(isinstance(m, FSDPModule) for m in model.modules()):
+        became = type(getattr(model, "_orig_mod", model)).__name__
         raise MissingArmError(
             f"Accelerate {version('accelerate')} leaves its FSDP plugin aside on CPU ranks: it "
-            f"says {accelerator.distributed_type}, and makes {type(model).__name__} of the model"
+            f"says {accelerator.distributed_type}, and makes the model a {became}"
         )
     return Trainer(model, optimizer, loader, backward=accelerator.backward)
 
