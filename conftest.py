@@ -16,7 +16,7 @@ import pytest
 #: Long-lived helpers that the standard library starts once for a process.
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
 #: Daemon threads that may outlive a test, by the start of their name.
-DAEMONS = ("QueueFeederThread",)
+DAEMONS = ("QueueFeederThread", "tqdm_monitor")
 #: Variables that pytest itself moves.
 MOVING = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
 PATIENCE_SECONDS = 3.0

@@ -7,6 +7,7 @@ a submodule that really is called `module` keeps its name.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -62,8 +63,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` is the wrapper that `torch.compile` makes."""
-    return uncompiled(module) is not module
+    """Whether `module` is the wrapper that `torch.compile` makes, or compiled in place, or has
+    a part that is."""
+    if uncompiled(module) is not module:
+        return True
+    return any(part._compiled_call_impl is not None for part in module.modules())
 
 
 def uncompiled(target: Any) -> Any:
@@ -129,3 +133,8 @@ def _known_wrappers() -> _Wrappers:
         if kind is not None:
             found.append((kind, attribute))
     return found
+
+
+def torch_folder() -> str:
+    """The folder that torch's own code lies in."""
+    return str(Path(torch.__file__).parent)

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from parallelkit.plugin import (
     Candidate,
+    ComparisonSpec,
     ContextSpec,
     DemoSpec,
     ExecutionSpec,
+    GraphReport,
+    GraphSpec,
     GroupSpec,
     LaunchSpec,
+    ModeComparison,
     ProbeRequest,
     Section,
     hookimpl,
@@ -39,7 +43,13 @@ FEATURES = frozenset(
         "group.cuda",
         "context.standalone",
         "context.data",
+        "context.hybrid",
+        "context.semi_auto",
+        "context.auto",
+        "axis.pipeline",
         "axis.data",
+        "axis.data_shard",
+        "axis.tensor",
         "execution.eager",
         "execution.graph",
         "weights.source",
@@ -82,7 +92,7 @@ def parallelkit_setup_parallel_context(
 ) -> ParallelContext | None:
     if group.framework != "torch":
         return None
-    from parallelkit_torch.context import setup_parallel_context
+    from parallelkit_torch.parallel.setup import setup_parallel_context
 
     return setup_parallel_context(spec, group)
 
@@ -94,6 +104,24 @@ def parallelkit_set_execution_mode(spec: ExecutionSpec) -> ExecutionMode | None:
     from parallelkit_torch.execution import set_execution_mode
 
     return set_execution_mode(spec)
+
+
+@hookimpl
+def parallelkit_check_graph(spec: GraphSpec) -> GraphReport | None:
+    if spec.framework != "torch":
+        return None
+    from parallelkit_torch.graph.check import check_graph
+
+    return check_graph(spec)
+
+
+@hookimpl
+def parallelkit_compare_modes(spec: ComparisonSpec) -> ModeComparison | None:
+    if spec.framework != "torch":
+        return None
+    from parallelkit_torch.graph.compare import compare_modes
+
+    return compare_modes(spec)
 
 
 @hookimpl

@@ -13,8 +13,10 @@ from torch import nn
 
 from parallelkit.plugin import (
     Candidate,
+    ComparisonSpec,
     DemoSpec,
     ExecutionSpec,
+    GraphSpec,
     LaunchSpec,
     ProbeRequest,
 )
@@ -78,6 +80,9 @@ def test_other_frameworks_are_not_ours() -> None:
     assert plugin.parallelkit_demo(DemoSpec(framework="x")) is None
     mode = ExecutionSpec(mode="eager", framework="mindspore")
     assert plugin.parallelkit_set_execution_mode(mode) is None
+    assert plugin.parallelkit_check_graph(GraphSpec(framework="x", function=print)) is None
+    compared = ComparisonSpec(framework="x", function=print)
+    assert plugin.parallelkit_compare_modes(compared) is None
 
 
 def test_modules_have_sources_and_sinks() -> None:

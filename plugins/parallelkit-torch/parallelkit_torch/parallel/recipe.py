@@ -159,15 +159,15 @@ def refuse(model: object) -> None:
         raise UnsupportedFeatureError(
             f"parallelize got a {type(model).__qualname__}; it takes a torch.nn.Module"
         )
-    if names.is_compiled(model):
-        raise ExecutionModeError(
-            "parallelize got a compiled model; parallelize first, then compile: "
-            "pk.execution_mode('graph').compile(context.parallelize(model))"
-        )
     spread = any(isinstance(m, DistributedDataParallel | FSDPModule) for m in model.modules())
     if spread or any(isinstance(p, DTensor) for p in model.parameters()):
         raise UnsupportedFeatureError(
             "parallelize got a model that is spread over ranks already; give the plain model"
+        )
+    if names.is_compiled(model):
+        raise ExecutionModeError(
+            "parallelize got a compiled model; parallelize first, then compile: "
+            "pk.execution_mode('graph').compile(context.parallelize(model))"
         )
     meta = [name for name, p in model.named_parameters() if p.is_meta]
     if meta:

@@ -1,0 +1,1 @@
+"""Graph mode seen from outside: what `torch.compile` compiled, where it broke, what it costs."""
