@@ -115,8 +115,7 @@ def _given(
 ) -> ParallelPlan:
     if not isinstance(plan, ParallelPlan):
         raise PlanError(f"plan is {plan!r:.100}; it is what pk.plan returned")
-    if plan.world_size != world_size:
-        raise PlanError(f"the plan is for {plan.world_size} ranks and the group has {world_size}")
+    plan.check_group(world_size, f"the group has {world_size}")
     if mode is not None or pinned:
         given = {"mode": mode, **pinned} if mode is not None else pinned
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())

@@ -1,4 +1,4 @@
-"""The memory and the time of one training step under a plan: the formulas of docs/auto.md.
+"""The memory and the time of one training step under a plan: the formulas of docs/modes/auto.md.
 
 Pure arithmetic over a `ModelShape`, nothing is measured here. Memory is the peak of the rank that
 has most; time is that of the slowest stage. Both leave out what they do not know: other processes,
@@ -279,7 +279,7 @@ def _stage_seconds(
     if hands_on and units:
         rate = _rate(plan, hardware, "pipeline")
         hand = 2 * (units[-1].output * items / rate + hardware.latency)
-    gather = _gather_seconds(units, plan, hardware, microbatches, compute)
+    gather, cover = _gather_seconds(units, plan, hardware, microbatches, compute)
     turns = microbatches + plan.pipeline - 1
     return Seconds(
         compute=microbatches * compute,
@@ -287,7 +287,7 @@ def _stage_seconds(
         tensor=microbatches * tensor,
         pipeline=microbatches * hand,
         gather=gather,
-        reduce=_reduce_seconds(units, plan, hardware, compute),
+        reduce=_reduce_seconds(units, plan, hardware, cover),
     )
 
 
@@ -297,13 +297,18 @@ def _gather_seconds(
     hardware: Hardware,
     microbatches: int,
     compute: float,
-) -> float:
-    """Parameters gathered for each forward and backward pass; the first gather has no cover.
+) -> tuple[float, float]:
+    """Parameters gathered for each forward and backward pass, as far as these do not hide it.
 
-    Nothing hides the launch of a message either, for which `Hardware.latency` is counted again.
+    The first gather is never hidden, and neither is the launch of a message, for which
+    `Hardware.latency` is counted again.
+
+    Returns:
+        These seconds, and what the last backward pass has left to hide reductions.
     """
+    forward, backward = compute / 3, compute * 2 / 3
     if not is_sharded(plan):
-        return 0.0
+        return 0.0, backward
     rate = _rate(plan, hardware, "data_shard")
     each = [
         _ring(unit.parameters_on(plan.tensor), plan.data_shard, rate, hardware.latency)
@@ -312,19 +317,19 @@ def _gather_seconds(
     again = sum(one for one, unit in zip(each, units, strict=True) if unit.block)
     launch = hardware.latency * (plan.data_shard > 1)
     blocks = sum(unit.block for unit in units)
-    if plan.pipeline > 1 and microbatches > 1:  # kept from the first backward pass on
-        hidden = max(max(each), sum(each) - compute / 3) + len(units) * launch
-        return microbatches * hidden + again + blocks * launch
-    hidden = max(max(each), sum(each) + again - compute)
-    return microbatches * (hidden + (len(units) + blocks) * launch)
+    kept = plan.pipeline > 1 and microbatches > 1  # from the first backward pass on
+    times = 1 if kept else microbatches
+    total = microbatches * (max(max(each), sum(each) - forward) + len(units) * launch)
+    total += times * (max(0.0, again - backward) + blocks * launch)
+    return total, backward if kept else max(0.0, backward - again)
 
 
 def _reduce_seconds(
-    units: Sequence[Unit], plan: ParallelPlan, hardware: Hardware, compute: float
+    units: Sequence[Unit], plan: ParallelPlan, hardware: Hardware, cover: float
 ) -> float:
-    """Gradients reduced once a step; the last backward pass covers all but the last message.
+    """Gradients reduced once a step; `cover` seconds hide all but the last message.
 
-    It covers no launch, as with gathers.
+    They hide no launch, as with gathers.
     """
     if not is_sharded(plan):
         rate = _rate(plan, hardware, "data")
@@ -332,7 +337,7 @@ def _reduce_seconds(
         buckets = math.ceil(total / BUCKET)
         steps = 2 * (plan.data - 1) * buckets * hardware.latency
         last = 2 * _ring(min(total, BUCKET), plan.data, rate, hardware.latency)
-        hidden = max(last, 2 * _ring(total, plan.data, rate, 0.0) + steps - compute * 2 / 3)
+        hidden = max(last, 2 * _ring(total, plan.data, rate, 0.0) + steps - cover)
         return hidden + buckets * hardware.latency * (plan.data > 1)
     each = []
     near, far = _rate(plan, hardware, "data_shard"), _rate(plan, hardware, "data")
@@ -344,7 +349,7 @@ def _reduce_seconds(
         each.append(scatter + among + steps * hardware.latency * (size > 0))
     messages = (plan.data_shard > 1) + (plan.data > 1)
     launches = messages * sum(unit.trainable.whole > 0 for unit in units)
-    return max(max(each), sum(each) - compute * 2 / 3) + launches * hardware.latency
+    return max(max(each), sum(each) - cover) + launches * hardware.latency
 
 
 def _ring(nbytes: float, ranks: int, rate: float, latency: float) -> float:

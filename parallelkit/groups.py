@@ -195,11 +195,11 @@ def _check_plan(plan: ParallelPlan | None, world_size: int, selection: Selection
         return
     if not isinstance(plan, ParallelPlan):
         raise PlanError(f"plan is {plan!r:.100}; it is what pk.plan returned")
-    if plan.world_size != world_size:
-        raise PlanError(
-            f"the plan is for {plan.world_size} ranks, and {world_size} were started; plan with "
-            f"pk.plan({world_size}, ...), or start {plan.world_size}"
-        )
+    plan.check_group(
+        world_size,
+        f"{world_size} were started; plan with pk.plan({world_size}, ...), or start "
+        f"{plan.world_size}",
+    )
     require(selection.candidate, selection.winner, set(plan.features()))
 
 

@@ -143,6 +143,20 @@ class ParallelPlan:
         coordinates["expert"] = self._data_index(coordinates) % self.expert
         return coordinates
 
+    def check_group(self, world_size: int, what: str) -> None:
+        """Raise unless the plan is for a group of `world_size`, whose ranks count from 0.
+
+        Raises:
+            PlanError: it is for another number of ranks, or has an offset; `what` is said first.
+        """
+        if self.world_size != world_size:
+            raise PlanError(f"the plan is for {self.world_size} ranks, and {what}")
+        if self.offset:
+            raise PlanError(
+                f"the plan begins at rank {self.offset} of a wider world, and ranks of a group "
+                f"count from 0; plan without an offset for the group of these ranks"
+            )
+
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         """Return the rank at a place; the inverse of `coordinates`.
 

@@ -416,6 +416,7 @@ class TestPlannedAhead:
         ("plan", "error", "match"),
         [
             (pk.plan(2), PlanError, r"for 2 ranks, and 1 were started"),
+            (pk.plan(1, offset=2), PlanError, "begins at rank 2 of a wider world"),
             ({"tensor": 2}, PlanError, "what pk.plan returned"),
             (pk.plan(1, "auto"), UnsupportedFeatureError, "'auto'"),
         ],
@@ -444,8 +445,10 @@ class TestPlannedAhead:
     def test_a_plan_for_the_context(self, manager, plugin):
         with init(manager):
             assert pk.parallel_context(plan=pk.plan(1, "data")).mode == "data"
-            with pytest.raises(PlanError, match="for 2 ranks and the group has 1"):
+            with pytest.raises(PlanError, match="for 2 ranks, and the group has 1"):
                 pk.parallel_context(plan=pk.plan(2))
+            with pytest.raises(PlanError, match="begins at rank 3 of a wider world"):
+                pk.parallel_context(plan=pk.plan(1, offset=3))
             with pytest.raises(PlanError, match="together with tensor=1"):
                 pk.parallel_context(plan=pk.plan(1), tensor=1)
             with pytest.raises(PlanError, match="what pk.plan returned"):

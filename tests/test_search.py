@@ -272,7 +272,7 @@ def test_examples_run() -> None:
 
 
 def test_the_example_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    document = Path(__file__).resolve().parents[1] / "docs" / "auto.md"
+    document = Path(__file__).resolve().parents[1] / "docs" / "modes" / "auto.md"
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "from parallelkit.search" in block]
     exec(compile(code, str(document), "exec"), {})
