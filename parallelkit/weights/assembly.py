@@ -70,12 +70,10 @@ class Roster:
     Attributes:
         entries: in the order of the model; stages ascend.
         stages: the stages of a pipeline that are here; empty where there is none.
-        axes: of the mesh over all ranks, where the model says; names come from here first.
     """
 
     entries: tuple[Entry, ...]
     stages: tuple[int, ...] = ()
-    axes: tuple[Digit, ...] = ()
 
     def to_plain(self) -> list[Any]:
         """As lists, for the other ranks."""
@@ -86,12 +84,12 @@ class Roster:
             ]
             for e in self.entries
         ]
-        return [rows, list(self.stages), _plain(self.axes)]
+        return [rows, list(self.stages)]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Roster:
         """Read what `to_plain` made."""
-        rows, stages, axes = plain
+        rows, stages = plain
         entries = (
             Entry(
                 name=name,
@@ -105,9 +103,7 @@ class Roster:
             )
             for name, dtype, shape, alias, stage, held, mesh, shards in rows
         )
-        return cls(
-            entries=tuple(entries), stages=tuple(stages), axes=tuple(Digit(*axis) for axis in axes)
-        )
+        return cls(entries=tuple(entries), stages=tuple(stages))
 
 
 def assemble(rosters: Sequence[Roster], by_rank: Sequence[int]) -> Manifest:
@@ -123,28 +119,27 @@ def assemble(rosters: Sequence[Roster], by_rank: Sequence[int]) -> Manifest:
         ManifestError: nothing to publish, or what `Manifest` refuses.
     """
     _check_alike(rosters)
-    digits = [d for r in rosters for d in (*r.axes, *_stage_digits(rosters, by_rank))]
+    digits = _stage_digits(rosters, by_rank)
     digits += [d for r in rosters for entry in r.entries for d in entry.mesh]
     mesh = make_mesh(digits, len(by_rank))
     names = _axis_names(mesh)
     first: dict[str, tuple[int, Entry]] = {}
-    holders: dict[str, set[int]] = {}
-    ranks_of = [{r for r, k in enumerate(by_rank) if k == index} for index in range(len(rosters))]
+    holders: dict[str, tuple[int, ...]] = {}
     for index, roster in enumerate(rosters):
         for entry in roster.entries:
             known = first.get(entry.name)
             if known is None or (entry.stage, index) < (known[1].stage, known[0]):
                 first[entry.name] = (index, entry)
             if entry.held:
-                holders.setdefault(entry.name, set()).update(ranks_of[index])
+                holders[entry.name] = (*holders.get(entry.name, ()), index)
+    where = _Places(mesh, by_rank)
     layouts: dict[str, ShardLayout | None] = {}
     specs = []
     for index, entry in sorted(first.values(), key=lambda item: item[1].stage):
         if entry.alias_of is None:
             cuts = [(entry.mesh[axis], dim) for axis, dim in entry.shards]
             shards = [(names[digit.degree, digit.stride], dim) for digit, dim in cuts]
-            alone = ranks_of[index] if entry.held else set()
-            at = _at(entry.name, mesh, holders.get(entry.name, set()), alone)
+            at = where.find(entry.name, holders.get(entry.name, ()), index if entry.held else None)
             layouts[entry.name] = ShardLayout(shards, at) if shards or at else None
         specs.append(
             TensorSpec(
@@ -238,22 +233,48 @@ def _stage_digits(rosters: Sequence[Roster], by_rank: Sequence[int]) -> list[Dig
     return [Digit(degree, stride, STAGES)]
 
 
-def _at(name: str, mesh: Mesh, holders: set[int], alone: set[int]) -> tuple[tuple[str, int], ...]:
-    """On which coordinates a tensor is: of all that hold it, or of those that had it first."""
-    for ranks in (holders, alone):
-        at, size = [], 1
-        for axis in mesh.axes:
-            places = {mesh.coordinate(rank, axis) for rank in ranks}
-            size *= len(places)
-            if len(places) == 1 and mesh.degree(axis) > 1:
-                at.append((axis, places.pop()))
-        expected = mesh.size // math.prod(mesh.degree(axis) for axis, _ in at)
-        if ranks and len(ranks) == size == expected:
-            return tuple(at)
-    raise UnsupportedFeatureError(
-        f"tensor {name!r} is on the ranks {sorted(holders)[:16]} of {mesh.size}, which are no "
-        f"slice of the mesh {mesh.describe()}; publish it from whole slices of one mesh"
-    )
+class _Places:
+    """On which coordinates the ranks of some rosters are; each combination is looked at once."""
+
+    def __init__(self, mesh: Mesh, by_rank: Sequence[int]) -> None:
+        self._mesh = mesh
+        self._by_rank = by_rank
+        self._known: dict[tuple[int, ...], tuple[tuple[str, int], ...] | None] = {}
+
+    def find(
+        self, name: str, holders: tuple[int, ...], first: int | None
+    ) -> tuple[tuple[str, int], ...]:
+        """Where a tensor is: on the ranks of all rosters that hold it, or of the first one.
+
+        Raises:
+            UnsupportedFeatureError: these are no slice of the mesh.
+        """
+        at = self._slice(holders)
+        if at is None and first is not None:
+            at = self._slice((first,))
+        if at is None:
+            ranks = [rank for rank, roster in enumerate(self._by_rank) if roster in holders]
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} is on the ranks {ranks[:16]} of {len(self._by_rank)}, which are "
+                f"no slice of the mesh {self._mesh.describe()}; publish it from whole slices of "
+                "one mesh"
+            )
+        return at
+
+    def _slice(self, rosters: tuple[int, ...]) -> tuple[tuple[str, int], ...] | None:
+        """The axes on which the ranks of these rosters have one coordinate; None for no slice."""
+        if rosters not in self._known:
+            ranks = [rank for rank, roster in enumerate(self._by_rank) if roster in rosters]
+            at, size = [], 1
+            for axis in self._mesh.axes:
+                places = {self._mesh.coordinate(rank, axis) for rank in ranks}
+                size *= len(places)
+                if len(places) == 1 and self._mesh.degree(axis) > 1:
+                    at.append((axis, places.pop()))
+            whole = self._mesh.size // math.prod(self._mesh.degree(axis) for axis, _ in at)
+            good = bool(ranks) and len(ranks) == size == whole
+            self._known[rosters] = tuple(at) if good else None
+        return self._known[rosters]
 
 
 def _axis_names(mesh: Mesh) -> dict[tuple[int, int], str]:

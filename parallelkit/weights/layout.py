@@ -192,6 +192,18 @@ def serves(layout: ShardLayout | None, mesh: Mesh | None, rank: int) -> bool:
     )
 
 
+def servers(layouts: Iterable[ShardLayout | None], mesh: Mesh | None) -> list[int]:
+    """Every rank that hands out a part under one of the layouts, ascending."""
+    found: set[int] = set()
+    for layout in set(layouts):
+        if layout is None or mesh is None:
+            found.add(0)
+            continue
+        steps = [range(mesh.degree(axis)) for axis, _ in layout.shards]
+        found.update(_rank_at(layout, mesh, place) for place in itertools.product(*steps))
+    return sorted(found)
+
+
 def owners(
     layout: ShardLayout | None, mesh: Mesh | None, shape: Sequence[int]
 ) -> Iterator[tuple[int, Region]]:
@@ -210,12 +222,10 @@ def owners(
     if layout is None or mesh is None:
         yield 0, Region((0,) * len(shape), tuple(shape))
         return
-    base = sum(coordinate * mesh.stride(axis) for axis, coordinate in layout.at)
-    strides = [mesh.stride(axis) for axis, _ in layout.shards]
     for place in itertools.product(*(range(mesh.degree(axis)) for axis, _ in layout.shards)):
         box = _box(layout, mesh, shape, place)
         if box.elements:
-            yield base + sum(c * s for c, s in zip(place, strides, strict=True)), box
+            yield _rank_at(layout, mesh, place), box
 
 
 def summary(layouts: Iterable[ShardLayout | None], mesh: Mesh | None) -> str:
@@ -250,6 +260,12 @@ def _box(layout: ShardLayout, mesh: Mesh, shape: Sequence[int], place: Sequence[
         low[dim] += start
         size[dim] = min(chunk, size[dim] - start)
     return Region(tuple(low), tuple(size))
+
+
+def _rank_at(layout: ShardLayout, mesh: Mesh, place: Sequence[int]) -> int:
+    """The lowest rank at coordinates `place`, one for each shard of the layout."""
+    axes = [*layout.at, *((axis, c) for (axis, _), c in zip(layout.shards, place, strict=True))]
+    return sum(coordinate * mesh.stride(axis) for axis, coordinate in axes)
 
 
 def _by(axes: Iterable[tuple[str, int]]) -> str:

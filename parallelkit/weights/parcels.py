@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from parallelkit.weights.layout import Region, owners, region, serves
+from parallelkit.weights.layout import Region, ShardLayout, region, servers, serves
 from parallelkit.weights.manifest import DTYPE_BYTES, Manifest, TensorSpec
 
 #: Parts are packed up to this many bytes; a larger one travels alone.
@@ -55,14 +55,8 @@ def parcels(manifest: Manifest, rank: int, limit: int = PARCEL_BYTES) -> Iterato
 
     Rank 0's own are what it need not ask for. A tensor without elements is in no parcel.
     """
-    mesh, pending, size = manifest.mesh, list[Part](), 0
-    for index, spec in enumerate(manifest.unique):
-        if not serves(spec.layout, mesh, rank):
-            continue
-        box = _part(manifest, spec, rank)
-        nbytes = box.elements * DTYPE_BYTES[spec.dtype] if box is not None else 0
-        if box is None or not nbytes:
-            continue
+    pending, size = list[Part](), 0
+    for index, box, nbytes in _parts(manifest, rank):
         if pending and size + nbytes > limit:
             yield Parcel(rank, tuple(pending))
             pending, size = [], 0
@@ -73,18 +67,18 @@ def parcels(manifest: Manifest, rank: int, limit: int = PARCEL_BYTES) -> Iterato
 
 
 def inbound(manifest: Manifest, limit: int = PARCEL_BYTES) -> Iterator[Parcel]:
-    """Every parcel that rank 0 has to ask others for, by the first tensor in it."""
-    ranks = range(1, manifest.mesh.size if manifest.mesh is not None else 1)
-    each = [parcels(manifest, rank, limit) for rank in ranks]
+    """Every parcel that rank 0 has to ask others for, by the first tensor in it.
+
+    Linear in the number of parts; those of one parcel for each rank are held at a time.
+    """
+    ranks = servers((t.layout for t in manifest.unique), manifest.mesh)
+    each = [parcels(manifest, rank, limit) for rank in ranks if rank]
     return heapq.merge(*each, key=lambda parcel: parcel.parts[0].tensor)
 
 
 def split_bytes(manifest: Manifest) -> tuple[int, int]:
     """Bytes that rank 0 holds itself, and bytes that it has to get, of each tensor once."""
-    here = 0
-    for spec in manifest.unique:
-        box = _part(manifest, spec, 0) if serves(spec.layout, manifest.mesh, 0) else None
-        here += box.elements * DTYPE_BYTES[spec.dtype] if box is not None else 0
+    here = sum(nbytes for _, _, nbytes in _parts(manifest, 0))
     return here, manifest.nbytes - here
 
 
@@ -125,8 +119,23 @@ def place(whole: Bytes, spec: TensorSpec, box: Region, data: Bytes) -> None:
     whole.view(item).reshape(spec.shape)[inside] = data.view(item).reshape(box.sizes)
 
 
-def _part(manifest: Manifest, spec: TensorSpec, rank: int) -> Region | None:
-    """What a rank that serves a tensor serves of it."""
-    if spec.layout is None or manifest.mesh is None:
-        return next((box for _, box in owners(None, None, spec.shape)), None)
-    return region(spec.layout, manifest.mesh, spec.shape, rank)
+def _parts(manifest: Manifest, rank: int) -> Iterator[tuple[int, Region, int]]:
+    """Index, region and bytes of everything that a rank hands out and that has elements.
+
+    Models repeat their layers: what was computed for one layout and shape is kept.
+    """
+    mesh = manifest.mesh
+    boxes: dict[tuple[ShardLayout | None, tuple[int, ...]], Region | None] = {}
+    for index, spec in enumerate(manifest.unique):
+        key = (spec.layout, spec.shape)
+        if key not in boxes:
+            box: Region | None = None
+            if serves(spec.layout, mesh, rank):
+                if spec.layout is None or mesh is None:
+                    box = Region((0,) * len(spec.shape), spec.shape)
+                else:
+                    box = region(spec.layout, mesh, spec.shape, rank)
+            boxes[key] = box if box is not None and box.elements else None
+        found = boxes[key]
+        if found is not None:
+            yield index, found, found.elements * DTYPE_BYTES[spec.dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelkit.errors import ManifestError
-from parallelkit.weights.layout import Mesh, ShardLayout, owners, region, summary
+from parallelkit.weights.layout import Mesh, ShardLayout, owners, region, servers, serves, summary
 
 AXES = ("pipeline", "data", "data_shard", "context", "tensor")
 MESH = Mesh(AXES, (2, 2, 3, 1, 2))
@@ -37,7 +38,7 @@ def indices(box):
     return tuple(slice(low, low + n) for low, n in zip(box.offsets, box.sizes, strict=True))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(laid_out())
 def test_owners_serve_every_element_exactly_once(case):
     mesh, shape, layout = case
@@ -49,7 +50,27 @@ def test_owners_serve_every_element_exactly_once(case):
     assert (served == 1).all()
 
 
-@settings(max_examples=500, deadline=None)
+def test_owners_serve_every_element_exactly_once_over_thousands_of_meshes():
+    rng = random.Random(0)
+    for _ in range(3000):
+        mesh = Mesh(AXES, [rng.choice((1, 1, 2, 3, 4)) for _ in AXES])
+        shape = tuple(rng.randrange(0, 12) for _ in range(rng.randrange(1, 4)))
+        axes = rng.sample(AXES, rng.randrange(0, 5))
+        cut = rng.randrange(0, len(axes) + 1)
+        layout = ShardLayout(
+            [(axis, rng.randrange(len(shape))) for axis in axes[:cut]],
+            [(axis, rng.randrange(mesh.degree(axis))) for axis in axes[cut:]],
+        )
+        layout.check(mesh, shape)
+        served = np.zeros(shape, np.int8)
+        for _, box in owners(layout, mesh, shape):
+            served[indices(box)] += 1
+        assert (served == 1).all(), (mesh, shape, layout)
+        ranks = {rank for rank, _ in owners(layout, mesh, shape)}
+        assert ranks <= set(servers([layout], mesh))
+
+
+@settings(max_examples=300, deadline=None)
 @given(laid_out())
 def test_the_owner_of_a_part_is_the_lowest_rank_that_holds_it(case):
     mesh, shape, layout = case
@@ -61,11 +82,13 @@ def test_the_owner_of_a_part_is_the_lowest_rank_that_holds_it(case):
     assert {box: rank for rank, box in owners(layout, mesh, shape)} == {
         box: ranks[0] for box, ranks in holders.items()
     }
+    every = [rank for rank in range(mesh.size) if serves(layout, mesh, rank)]
+    assert servers([layout], mesh) == every
     replicas = mesh.size // math.prod(mesh.degree(a) for a, _ in (*layout.shards, *layout.at))
     assert all(len(ranks) == replicas for ranks in holders.values())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(laid_out())
 def test_division_is_numpys_by_chunks_of_the_rounded_up_size(case):
     """The same by cutting an array of indexes again and again."""
@@ -85,7 +108,7 @@ def test_division_is_numpys_by_chunks_of_the_rounded_up_size(case):
         np.testing.assert_array_equal(whole[indices(box)], part)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_a_rank_is_its_coordinates_in_mixed_radix(degrees):
     mesh = Mesh(AXES[: len(degrees)], degrees)

@@ -46,7 +46,7 @@ def cut(whole, spec, box):
     return whole.reshape(*spec.shape, item)[inside].reshape(-1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(manifests(), st.integers(1, 100))
 def test_whole_tensors_come_together_from_parcels(manifest, limit):
     rng = np.random.default_rng(0)
@@ -71,7 +71,7 @@ def test_whole_tensors_come_together_from_parcels(manifest, limit):
     assert split_bytes(manifest) == (here, sum(parcel.nbytes for parcel in arrived))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(manifests(), st.integers(1, 100))
 def test_rank_0_asks_each_rank_in_the_order_in_which_it_sends(manifest, limit):
     asked = list(inbound(manifest, limit))

@@ -110,6 +110,8 @@ class Line:
         """
         seconds = max(seconds, 0.001)
         try:
+            if self.device.type != "cpu":  # there wait() is for the stream, and returns at once
+                _poll(work, seconds)
             work.wait(timedelta(seconds=seconds))
         except (RuntimeError, ValueError) as error:
             raise self._failure(error, peer, seconds) from error
@@ -130,7 +132,10 @@ class Line:
         deadline = time.monotonic() + seconds
         for work in works:
             with contextlib.suppress(RuntimeError, ValueError):
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+                left = max(deadline - time.monotonic(), 0.1)
+                if self.device.type != "cpu":
+                    _poll(work, left)
+                work.wait(timedelta(seconds=left))
 
     def answer(self, data: torch.Tensor, closing: Word, seconds: float) -> None:
         """Send rank 0 the parcel that it asked for."""
@@ -194,13 +199,21 @@ class Pull:
         self._works: list[Any] = []
 
     def start(self, seconds: float) -> None:
-        """Ask; what comes is received from now on."""
-        word = Word(CHECK if self.check else PULL, self._number)
+        """Ask; what comes is received from now on.
+
+        On a CPU the receiving starts first, so that an interrupt finds it to be ended. On a GPU
+        messages of two ranks keep their order, and the word has to go first.
+        """
+        word = Word(CHECK if self.check else PULL, self._number).to_tensor(self._line.device)
+        on_cpu = self._line.device.type == "cpu"
+        if not on_cpu:
+            self._line.send(word, self._peer, _WORD_TAG, seconds)
         self._works += [
             self._line.expect(self.into, self._peer, _DATA_TAG),
             self._line.expect(self._closing, self._peer, _CLOSING_TAG),
         ]
-        self._line.send(word.to_tensor(self._line.device), self._peer, _WORD_TAG, seconds)
+        if on_cpu:
+            self._line.send(word, self._peer, _WORD_TAG, seconds)
 
     def finish(self, seconds: float) -> Word:
         """Wait for the bytes and the closing word; harmless when repeated."""
@@ -209,6 +222,15 @@ class Pull:
             self._line.finish(self._works[0], self._peer, deadline - time.monotonic())
             self._works.pop(0)
         return Word.from_tensor(self._closing)
+
+
+def _poll(work: Any, seconds: float) -> None:
+    """Wait until a GPU's message is done."""
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"timed out after {seconds:.3g} s")
+        time.sleep(0.0005)
 
 
 def leave(store: Any, word: Word) -> None:

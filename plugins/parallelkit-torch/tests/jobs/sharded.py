@@ -1,4 +1,7 @@
-"""Ranks that each hold a part publish; a follower gets whole tensors."""
+"""Ranks that each hold a part publish; a follower gets whole tensors.
+
+`argv[1]` is the device type, `cpu` by default; the follower is always on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ import parallelkit as pk
 from parallelkit.plan import AXES
 from parallelkit.weights.layout import region
 
-group = pk.init_process_group(device="cpu", timeout=30)
+group = pk.init_process_group(device=sys.argv[1] if len(sys.argv) > 1 else "cpu", timeout=30)
+device = torch.device(group.device)
 rank, world = group.rank, group.world_size
 
 
@@ -33,7 +37,7 @@ def mesh_of(plan: pk.ParallelPlan) -> DeviceMesh:
     groups = [group.partition(plan.groups(axis)).native for axis in AXES]
     shape = [plan.degree(axis) for axis in AXES]
     return DeviceMesh.from_group(
-        groups, "cpu", mesh=torch.arange(world).reshape(shape), mesh_dim_names=AXES
+        groups, device.type, mesh=torch.arange(world).reshape(shape), mesh_dim_names=AXES
     )
 
 
@@ -113,7 +117,7 @@ def follow(model: nn.Module, sizes: dict[str, int], versions: int = 2) -> str:
         agrees_with_torch(model, publisher)
         follower.join(publisher, sizes)
         for step in range(versions):
-            ids = torch.arange(sizes["vocabulary"]).roll(rank + step)[None]
+            ids = torch.arange(sizes["vocabulary"]).roll(rank + step)[None].to(device)
             model(ids).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -122,7 +126,7 @@ def follow(model: nn.Module, sizes: dict[str, int], versions: int = 2) -> str:
             model.steps.add_(1)
             report = publisher.update()
             assert report.version == step + 1
-            expected = {name: fingerprint(t) for name, t in whole(model).items()}
+            expected = {name: fingerprint(t.cpu()) for name, t in whole(model).items()}
             seen.add(expected["layers.0.up.weight"])
             if rank == 0:
                 said = follower.said()
@@ -138,7 +142,7 @@ def follow(model: nn.Module, sizes: dict[str, int], versions: int = 2) -> str:
 
 
 def layouts(plan: pk.ParallelPlan, **sizes: int) -> str:
-    model, mesh = make(**sizes), mesh_of(plan)
+    model, mesh = make(**sizes).to(device), mesh_of(plan)
     if plan.tensor > 1:
         tensor_parallel(model, mesh)
     if plan.data_shard > 1:
