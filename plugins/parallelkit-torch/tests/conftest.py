@@ -70,9 +70,11 @@ def job() -> Callable[..., list[RankResult]]:
         results = spawn_ranks(
             argv, ranks, timeout=timeout, env={"OMP_NUM_THREADS": "1", **env}, grace=30.0
         )
+        wrong = [r for r in results if r.returncode != (ends or {}).get(r.rank, 0)]
+        said = [f"rank {r.rank} ended with {r.returncode}:\n{r.stderr[-6000:]}" for r in wrong]
+        assert not wrong, "\n".join(said)
         for result in results:
             text = f"rank {result.rank} ended with {result.returncode}:\n{result.stderr}"
-            assert result.returncode == (ends or {}).get(result.rank, 0), text
             assert "Warning" not in result.stderr, text
             assert "destroy_process_group" not in result.stderr, text
         return results

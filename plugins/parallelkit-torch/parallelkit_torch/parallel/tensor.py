@@ -26,6 +26,7 @@ from parallelkit_torch.parallel.fit import check, kind, limits
 from parallelkit_torch.parallel.layouts import Style, dividable, grouped, modules, resolve
 from parallelkit_torch.parallel.local import own_outputs
 from parallelkit_torch.parallel.sequence import Block, Sequence
+from parallelkit_torch.parallel.whole import replicate_rest
 
 __all__ = ["Style", "apply", "check", "limits", "styles"]
 
@@ -82,9 +83,9 @@ def apply(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> li
 
     Collective over the mesh, in the same order on every rank; blocks for a scatter or a broadcast
     of each parameter that the styles name, so these get the values of the mesh's first rank.
-    Other parameters and all buffers stay as they are, and must be equal on all ranks already.
-    Names stay, and parameters that were one stay one. Parameters are new objects: make the
-    optimiser afterwards.
+    Other parameters become replicated `DTensor`s, which their own modules see as plain tensors, and
+    buffers stay as they are; both must be equal on all ranks already. Names stay, and parameters
+    that were one stay one. Parameters are new objects: make the optimiser afterwards.
 
     Args:
         model: the whole model, or a pipeline stage of it under the same names; names in
@@ -111,7 +112,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Style]) -> li
                 own_outputs(found[name])
     for place in places:
         place.settle(places)
-    return _lines(found, here)
+    rest = replicate_rest(model, mesh)
+    return [*_lines(found, here), *([f"{rest} other parameters: whole on each rank"] * bool(rest))]
 
 
 @attrs.frozen(eq=False)

@@ -110,7 +110,12 @@ def run(case: dict[str, Any]) -> None:
         compare(model, reference, f"clip, {reduce}, {what}", factor=combined)
 
         # an optimiser step; then uneven parts, weighted by tokens, in microbatches
-        mine_steps = torch.optim.SGD(model.parameters(), lr=0.5 / combined, momentum=0.9)
+        mine_steps = torch.optim.SGD(
+            model.parameters(),
+            lr=0.5 / combined,
+            momentum=0.9,
+            foreach=True,  # the default on GPUs
+        )
         steps = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.9)
         mine_steps.step()
         steps.step()
