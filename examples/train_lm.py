@@ -37,7 +37,7 @@ def main() -> None:
     net = Decoder(padded, args.hidden, args.layers, args.heads, args.kv_heads)
 
     with pk.init_process_group(device=args.device) as group:
-        context = pk.parallel_context(**args.context)
+        context = pk.parallel_context(**args.context, **looked_at(net, args))
         model = context.parallelize(net)
         items = items_of_a_part(args, context.plan.data_shard_count)
         windows = Windows(train, args.length, stride=args.length // 2)
@@ -103,6 +103,16 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
+def looked_at(net: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a search for the best plan looks at, with `--auto`."""
+    if not args.auto:
+        return {}
+    memory = int(args.memory * 1e9) if args.memory else None
+    example = torch.zeros(1, args.length, dtype=torch.int64)
+    search = {"model": net, "example": example, "global_batch": args.batch, "memory": memory}
+    return {"mode": "auto", **search}
+
+
 def items_of_a_part(args: argparse.Namespace, parts: int) -> int:
     """Divide the batch of all ranks by data parts and accumulated batches."""
     items, rest = divmod(args.batch, parts * args.accumulate)
@@ -115,18 +125,18 @@ def items_of_a_part(args: argparse.Namespace, parts: int) -> int:
 
 
 def context_of(text: str) -> dict[str, Any]:
-    """Read `tensor=2,data_shard=-1`, with a mode such as `auto` among it.
+    """Read degrees and options.
 
     Example:
-        >>> context_of("auto,tensor=2,sequence=true")
-        {'mode': 'auto', 'tensor': 2, 'sequence': True}
+        >>> context_of("data_shard=-1,tensor=2,sequence=true")
+        {'data_shard': -1, 'tensor': 2, 'sequence': True}
     """
     found: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, equals, value = word.strip().partition("=")
         if not equals:
-            found["mode"] = name
-        elif value.lower() in ("true", "false"):
+            raise argparse.ArgumentTypeError(f"{word!r} is not AXIS=DEGREE")
+        if value.lower() in ("true", "false"):
             found[name] = value.lower() == "true"
         else:
             found[name] = int(value) if value.lstrip("-").isdigit() else value
@@ -141,8 +151,10 @@ def arguments() -> argparse.Namespace:
         default="",
         metavar="AXIS=DEGREE,...",
         help="how the ranks share the work, and options: data_shard=-1, tensor=2,sequence=true, "
-        "pipeline=2,schedule=gpipe, auto; default: data, over all ranks",
+        "pipeline=2,schedule=gpipe; default: data, over all ranks",
     )
+    made.add_argument("--auto", action="store_true", help="search for the degrees left open")
+    made.add_argument("--memory", type=float, help="GB of a device, for the search; default: all")
     made.add_argument("--batch", type=int, default=16, help="windows in a step of all ranks")
     made.add_argument("--accumulate", type=int, default=1, help="batches that make up a step")
     made.add_argument("--length", type=int, default=128, help="characters in a window")

@@ -55,7 +55,7 @@ def alone() -> dict[str, float]:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("data=2", "data_shard=2"),
+        ("data=2", "data_shard=2 --auto"),
         ("data_shard=2,tensor=2", "pipeline=2"),
         ("tensor=2,sequence=true", "pipeline=2,data=2"),
     ],
@@ -67,14 +67,12 @@ def test_every_plan_takes_the_same_steps_and_goes_on_from_another(
         return 2 ** len(re.findall(r"=2\b", context))
 
     place = tmp_path / "checkpoint"
-    begun = curve(
-        run("train_lm.py", *SMALL, "--steps", 3, "--context", first, "--accumulate", 2, "--save",
-            place, ranks=ranks(first))
-    )  # fmt: skip
-    ended = curve(
-        run("train_lm.py", *SMALL, "--steps", 6, "--context", then, "--resume", place,
-            ranks=ranks(then))
-    )  # fmt: skip
+    options = ("--steps", 3, "--accumulate", 2, "--save", place, "--context", first)
+    begun = curve(run("train_lm.py", *SMALL, *options, ranks=ranks(first)))
+    options = ("--steps", 6, "--resume", place, "--context", *then.split())
+    output = run("train_lm.py", *SMALL, *options, ranks=ranks(then))
+    assert ("mode 'auto'" in output) == ("--auto" in then)
+    ended = curve(output)
     assert {name.split()[1] for name in begun} - {"out"} == {"1", "2", "3"}
     assert {name.split()[1] for name in ended} - {"out"} == {"4", "5", "6"}
     del begun["held out"]  # after three steps, not six
