@@ -40,6 +40,11 @@ def test_what_ranks_divided_themselves_comes_together_exactly(job: Job) -> None:
 
 
 @pytest.mark.ranks
+def test_what_contexts_made_is_published_whole_under_any_plan(job: Job) -> None:
+    job("sharded_contexts.py", ranks=4)
+
+
+@pytest.mark.ranks
 def test_sends_of_another_group_and_updates_that_fail_do_not_end_the_next(job: Job) -> None:
     job("sharded_failures.py", "goes_on", ranks=3)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from parallelkit_torch import pull
+from sharded_models import gather, stepped
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -53,38 +54,6 @@ class Holder(nn.Module):
 
 def counted(*shape: int, dtype: torch.dtype = torch.float32, start: int = 1) -> torch.Tensor:
     return torch.arange(start, start + math.prod(shape)).reshape(shape).to(dtype)
-
-
-def stepped(tensor: torch.Tensor) -> torch.Tensor:
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return (wide * 2 + 1).to(tensor.dtype)
-
-
-def in_arena(publisher: pk.WeightPublisher) -> dict[str, torch.Tensor]:
-    """The whole tensors that lie in rank 0's arena."""
-    plan, arena = publisher.plan, publisher._coordinator._arena
-    found = {}
-    for spec, offset, size in zip(plan.manifest.unique, plan.offsets, plan.sizes, strict=True):
-        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        if size:
-            data = torch.from_numpy(arena[offset : offset + size].copy())
-            whole = data.view(whole.dtype).reshape(spec.shape)
-        found[spec.name] = whole
-    return found
-
-
-def gather(publisher: pk.WeightPublisher) -> dict[str, torch.Tensor]:
-    """What an update would bring into the arena; nothing on the other ranks."""
-    source = publisher._sharded
-    source.look()
-    if rank:
-        source.serve(20)
-        return {}
-    coordinator = publisher._coordinator
-    coordinator._arena[:] = 255
-    source.gather(coordinator._spans(), seconds=20, check=True)
-    assert source.dismiss()
-    return in_arena(publisher)
 
 
 def exact(

@@ -1,8 +1,9 @@
-"""A model with everything that is awkward to divide, whole, for trainers and their followers."""
+"""For trainers in parts and their followers: a model that is awkward to divide, and a gather."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,3 +62,35 @@ def fingerprint(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     text = f"{tensor.dtype} {list(tensor.shape)} ".encode()
     return hashlib.sha256(text + bytes(flat.tolist())).hexdigest()[:16]
+
+
+def stepped(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return (wide * 2 + 1).to(tensor.dtype)
+
+
+def in_arena(publisher: Any) -> dict[str, torch.Tensor]:
+    """The whole tensors that lie in rank 0's arena."""
+    plan, arena = publisher.plan, publisher._coordinator._arena
+    found = {}
+    for spec, offset, size in zip(plan.manifest.unique, plan.offsets, plan.sizes, strict=True):
+        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        if size:
+            data = torch.from_numpy(arena[offset : offset + size].copy())
+            whole = data.view(whole.dtype).reshape(spec.shape)
+        found[spec.name] = whole
+    return found
+
+
+def gather(publisher: Any) -> dict[str, torch.Tensor]:
+    """What an update would bring into the arena; nothing on the other ranks."""
+    source = publisher._sharded
+    source.look()
+    if publisher._rank:
+        source.serve(20)
+        return {}
+    coordinator = publisher._coordinator
+    coordinator._arena[:] = 255
+    source.gather(coordinator._spans(), seconds=20, check=True)
+    assert source.dismiss()
+    return in_arena(publisher)
