@@ -152,7 +152,8 @@ def memory(
         in_flight = microbatches if plan.pipeline > 1 else 1
         if not training.all_in_flight:
             in_flight = min(microbatches, len(cut) - stage)
-        found.append(_Stage(units, plan, training, microbatches, in_flight).peak())
+        held = units[-1].output if stage == len(cut) - 1 else 0
+        found.append(_Stage(units, plan, training, microbatches, in_flight, held).peak())
     return max(found, key=lambda one: one.total)
 
 
@@ -166,6 +167,7 @@ class _Stage:
         training: Training,
         microbatches: int,
         in_flight: int,
+        held: int,
     ) -> None:
         t, d = plan.tensor, plan.data_shard
         self.sharded = is_sharded(plan)
@@ -173,6 +175,7 @@ class _Stage:
         self.keeps_gathered = self.sharded and self.several and plan.pipeline > 1
         self.in_flight = in_flight
         items = training.batch / (plan.data * d * microbatches)
+        self.held = held * items  # the model's output
         # by unit: whole on this tensor rank
         params = [unit.parameters_on(t) for unit in units]
         grads = [unit.trainable.on(t) for unit in units]
@@ -217,7 +220,7 @@ class _Stage:
             round(kept + in_full),
             self.buckets,
             self._gathered(at),
-            round(kept_acts + self.working[at]),
+            round(kept_acts + self.working[at] + self.held * (at < self.count - 1)),
         )
 
     def _gathered(self, at: int) -> int:

@@ -74,7 +74,8 @@ class Unit:
         buffers: bytes of buffers; every rank of the stage has them whole.
         activations: bytes kept for the backward pass, per item.
         working: bytes needed on top of that while its backward pass runs, per item.
-        output: bytes handed to the next unit, per item.
+        output: bytes handed to the next unit, per item; of the last unit, those of the model's
+            output, which the caller's loop holds during the whole backward pass.
         reduced: bytes that a tensor axis adds up in its forward pass, per item: the outputs of
             row-wise layers; `reductions`: how many of these there are.
         flops: floating-point operations of its forward pass, per item.

@@ -125,7 +125,7 @@ def test_memory_of_one_rank() -> None:
     # with small activations the first unit's: all gradients
     small = attrs.evolve(ADAM, batch=1)
     assert needs(4, training=small, data=1) == Memory(
-        parameters=1600, optimizer=3200, gradients=1600, activations=20 + 10
+        parameters=1600, optimizer=3200, gradients=1600, activations=20 + 10 + 8
     )
     # or the update, where that needs memory of its own
     at_once = attrs.evolve(small, update=1.0)
@@ -141,7 +141,7 @@ def test_memory_of_one_rank() -> None:
 def test_memory_of_replicas() -> None:
     one = needs(4, data=2)  # 4 items a rank
     assert one == Memory(
-        parameters=1600, optimizer=3200, gradients=1600, buckets=1600, activations=4 * 30
+        parameters=1600, optimizer=3200, gradients=1600, buckets=1600, activations=4 * (30 + 8)
     )
     views = attrs.evolve(ADAM, bucket_views=True)
     assert needs(4, training=views, data=2) == attrs.evolve(one, buckets=0)

@@ -77,13 +77,13 @@ class Request:
         unknown = sorted(set(made.links) - set(LINKS["cpu"]))
         if unknown:
             raise PlanError(f"links has {unknown}; it has {', '.join(LINKS['cpu'])}")
-        made.hardware("cpu", made.memory or 1, made.devices_per_host or 1)
+        made.hardware("cpu", 1 if made.memory is None else made.memory, 1)
         return made, {name: value for name, value in options.items() if name not in names}
 
     def hardware(self, kind: str, memory: int, per_host: int) -> Hardware:
-        """Describe devices of a kind, as far as said by the user, else as given or assumed."""
+        """Describe devices of a kind: `memory` bytes, the rest as said by the user or assumed."""
         return Hardware(
-            memory=memory if self.memory is None else self.memory,
+            memory=memory,
             reserve=self.reserve,
             devices_per_host=per_host if self.devices_per_host is None else self.devices_per_host,
             **{**LINKS.get(kind, LINKS["cuda"]), **self.links},
@@ -164,14 +164,14 @@ def _hardware(request: Request, group: ProcessGroup) -> Hardware:
     """Describe the weakest device and the fullest host, the same on every rank."""
     device = torch.device(group.device)
     mine = torch.tensor(
-        [request.memory or device_memory(device), group.local_rank],
+        [request.memory or device_memory(device), group.local_rank],  # 0 was refused before
         dtype=torch.float64,
         device=group.device,
     )
     everyone = [[int(x) for x in other.tolist()] for other in group.all_gather(mine)]
     per_host = request.devices_per_host or max(local for _, local in everyone) + 1
     memory = min(memory for memory, _ in everyone)
-    if device.type == "cpu":  # ranks of a host share its memory
+    if request.memory is None and device.type == "cpu":  # ranks of a host share its memory
         memory //= per_host
     return request.hardware(device.type, memory, per_host)
 

@@ -33,7 +33,7 @@ class Reading:
         kept, kept_divided: bytes kept from its forward pass on; of them, what a tensor axis
             divides.
         working, working_divided: bytes on top of all that is kept up to it, in its backward pass.
-        output: bytes it hands to the next unit.
+        output: bytes it hands to the next unit; of the last one, the model's output.
         reduced, reductions: bytes that row-wise layers put out, and their number.
         flops: of its forward pass.
     """
@@ -169,6 +169,7 @@ class _Run:
         self.at = 0
         self._last = (0, 0, 0)
         self._loss: torch.Tensor | None = None
+        self._output: Any = None
         self._first: list[torch.Tensor] = []  # what the gradient is taken for
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.live.watch(parameter, divided=name in divided, free=True)
@@ -194,7 +195,8 @@ class _Run:
             output = self.model(**inputs)
         else:
             output = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
-        self._output = output  # the caller's loop has it too
+        self._output = output  # the caller's loop has it too, which `output` tells
+        self.readings[-1].output = result(output).nbytes
         self._loss = loss(output)
         self._note()
 
@@ -254,6 +256,7 @@ class _Run:
         reading = self.readings[self.at]
         reading.working = max(reading.working, peak - below, 0)
         reading.working_divided = max(reading.working_divided, divided - below_divided, 0)
+        self._output = None
         self.at = max(number, 0)
         self.live.peak = (self.live.total, self.live.divided)
 
