@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from parallelkit.weights.layout import Region, ShardLayout, region, servers, serves
+from parallelkit.weights.layout import Region, ShardLayout, region, servers, serves, summary
 from parallelkit.weights.manifest import DTYPE_BYTES, Manifest, TensorSpec
 
 #: Parts are packed up to this many bytes; a larger one travels alone.
@@ -80,6 +80,19 @@ def split_bytes(manifest: Manifest) -> tuple[int, int]:
     """Bytes that rank 0 holds itself, and bytes that it has to get, of each tensor once."""
     here = sum(nbytes for _, _, nbytes in _parts(manifest, 0))
     return here, manifest.nbytes - here
+
+
+def explain_parts(manifest: Manifest) -> list[str]:
+    """Say how a manifest's tensors are spread, in a few lines; none where they are not."""
+    if manifest.mesh is None:
+        return []
+    here, there = split_bytes(manifest)
+    return [
+        summary((t.layout for t in manifest.tensors), manifest.mesh),
+        f"mesh of {manifest.mesh.size} ranks: {manifest.mesh.describe()}",
+        f"gathered for each update: {there / 1e6:.1f} MB from other ranks to rank 0, which holds "
+        f"{here / 1e6:.1f} MB",
+    ]
 
 
 def span(box: Region, shape: Sequence[int]) -> tuple[int, int] | None:

@@ -30,9 +30,8 @@ from parallelkit.weights.coordinator import (
     next_version,
 )
 from parallelkit.weights.endpoint import check_timeout
-from parallelkit.weights.layout import summary
 from parallelkit.weights.members import Member
-from parallelkit.weights.parcels import split_bytes
+from parallelkit.weights.parcels import explain_parts
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
 
@@ -298,14 +297,7 @@ class WeightPublisher:
             f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB in "
             f"{self._plan.blocks} blocks; version {self._version}; verify {self._settings.verify}"
         ]
-        if manifest.mesh is not None:
-            here, there = split_bytes(manifest)
-            lines += [
-                summary((t.layout for t in manifest.tensors), manifest.mesh),
-                f"mesh of {manifest.mesh.size} ranks: {manifest.mesh.describe()}",
-                f"gathered for each update: {there / 1e6:.1f} MB from other ranks to rank 0, "
-                f"which holds {here / 1e6:.1f} MB",
-            ]
+        lines += explain_parts(manifest)
         if self._coordinator is None:
             return "\n".join([*lines, f"rank {self._rank}: rank 0 serves"])
         chosen = self._coordinator.choice
