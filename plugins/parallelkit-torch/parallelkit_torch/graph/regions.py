@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,9 @@ def parts(model: nn.Module, regions: str | tuple[str, ...]) -> _Parts:
     Raises:
         ExecutionModeError: nothing repeats, or no module has a name that fits.
     """
+    stages = getattr(model, "stage_modules", None)
+    if stages is not None:  # a pipeline runs these, and never the module that holds them
+        return _of_stages(stages, regions)
     while isinstance(model, DistributedDataParallel):
         model = model.module
     if regions == "whole":
@@ -104,6 +108,14 @@ def refuse_compiled_inside(target: Any) -> None:
             "compile got a model that was compiled before it was replicated; the order is "
             "pk.execution_mode('graph').compile(context.parallelize(model))"
         )
+
+
+def _of_stages(stages: Iterable[nn.Module], regions: str | tuple[str, ...]) -> _Parts:
+    found: _Parts = []
+    for number, stage in enumerate(stages):
+        inner = parts(stage, regions) or [("", stage)]
+        found += [(f"stage {number} here{name and ': '}{name}", part) for name, part in inner]
+    return found
 
 
 def _innermost_units(model: nn.Module) -> _Parts:

@@ -89,7 +89,10 @@ def _local_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> torch.T
     if not norms:
         return torch.zeros(())
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    whole: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(device) for norm in norms]), norm_type
+    )
+    return whole
 
 
 def _over_stages(norm: torch.Tensor, norm_type: float, stages: ProcessGroup) -> torch.Tensor:
@@ -99,7 +102,8 @@ def _over_stages(norm: torch.Tensor, norm_type: float, stages: ProcessGroup) -> 
         largest: torch.Tensor = stages.all_reduce(norm, "max")
         return largest
     powers: torch.Tensor = stages.all_reduce(norm**norm_type)
-    return powers ** (1.0 / norm_type)
+    root: torch.Tensor = powers ** (1.0 / norm_type)
+    return root
 
 
 def _by_mesh(

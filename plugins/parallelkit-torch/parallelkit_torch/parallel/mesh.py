@@ -54,7 +54,7 @@ class Meshes:
 
     def mesh(self, *axes: str) -> DeviceMesh:
         """The part of `native` over the given axes, which are named in the order of `AXES`."""
-        return cast("DeviceMesh", self.native[axes])
+        return self.native[axes]
 
     def _make(self, wide: tuple[str, ...]) -> ProcessGroup:
         parts = self._plan.groups(*wide) if wide else self._plan.groups("context")

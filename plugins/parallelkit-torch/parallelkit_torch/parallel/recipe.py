@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any, final
+from typing import Any, cast, final
 
 import attrs
 import torch
@@ -18,6 +18,7 @@ from parallelkit.errors import ExecutionModeError, RankMismatchError, Unsupporte
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit_torch import names
+from parallelkit_torch.group import TorchProcessGroup
 from parallelkit_torch.parallel.cutting import STAND_INS
 from parallelkit_torch.parallel.mesh import DATA, Meshes
 from parallelkit_torch.parallel.replicate import replicate
@@ -117,7 +118,7 @@ class Recipe:
         staged = pipeline.cut_for(
             model,
             stages,
-            group=self.meshes.group("pipeline"),
+            group=cast("TorchProcessGroup", self.meshes.group("pipeline")),
             mesh=self.meshes.mesh("pipeline"),
             schedule=self.settings.schedule,
             virtual_stages=self.settings.virtual_stages,

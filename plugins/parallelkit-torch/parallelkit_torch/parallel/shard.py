@@ -69,13 +69,13 @@ def shard(
     for module in [*(model.get_submodule(name) for name in names_of_blocks), model]:
         module.register_forward_hook(_own_views)
         fully_shard(module, mesh=mesh, **options)
-    for module in sharded(model):
+    for unit in sharded(model):
         # gloo has neither AVG nor PREMUL_SUM, and NCCL's AVG over one rank is documented to be
         # unreliable: a sum, then a division, is right everywhere.
-        module.set_force_sum_reduction_for_comms(True)
+        unit.set_force_sum_reduction_for_comms(True)
         if reduce == "sum":
             # A factor for a mean must not be set: over one shard torch divides by it twice.
-            module.set_gradient_divide_factor(1.0)
+            unit.set_gradient_divide_factor(1.0)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

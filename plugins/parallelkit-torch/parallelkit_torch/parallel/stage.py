@@ -45,6 +45,14 @@ class Stage(PipelineStage):
         if self.has_backward and self.sync:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Compare what is sent on with what was told; torch 2.11 does so for the last stage too.
+
+        What the last stage gives is no one's input but the loss's, and was told to nobody.
+        """
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]  # not in torch 2.13
+
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: torch would drop gradients that earlier batches left to add up.
 

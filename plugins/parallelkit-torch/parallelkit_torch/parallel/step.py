@@ -93,7 +93,7 @@ def plain_step(
             output = model(*arguments)
             value = loss(output, target if count == 1 else cut(target, start, stop)) * share
             if backward:
-                value.backward()
+                value.backward()  # type: ignore[no-untyped-call]
         total = value.detach() if total is None else total + value.detach()
     assert total is not None
     return total

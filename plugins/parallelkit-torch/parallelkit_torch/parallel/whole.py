@@ -61,7 +61,7 @@ class _Enter:
 
     def __call__(self, _: nn.Module, __: Any) -> None:
         for key in self.keys:
-            value = self.module._parameters[key]  # FSDP2 may have put another object there
+            value: Any = self.module._parameters[key]  # FSDP2 may have put another object there
             if isinstance(value, DTensor):
                 vars(self.module)[key] = local(value)
 

@@ -1,14 +1,15 @@
 """Products of axes on real ranks: what is trained equals one process with the whole batch.
 
 Arguments: a JSON list of cases, each with degrees and options of `pk.parallel_context`, and
-`model` ("decoder", "tied" or "mlp"). All cases run in one job, one context each. A second argument
-is the device type, `cpu` by default.
+`model` ("decoder", "tied" or "mlp"), and `graph` to run it compiled. All cases run in one job, one
+context each. A second argument is the device type, `cpu` by default.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import warnings
 from typing import Any
 
 import models
@@ -19,6 +20,10 @@ from torch.distributed.tensor import DTensor
 
 import parallelkit as pk
 
+#: aot_eager traces forward and backward as a compiler would, without compiling.
+# Dynamo looks at inputs that another stage or unit computed.
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+GRAPH = {"backend": "aot_eager", "dynamic": False}
 ITEMS, LENGTH, VOCAB = 8, 6, 32
 
 
@@ -82,7 +87,7 @@ def values(model: nn.Module, reference: nn.Module, what: str) -> None:
 
 def run(case: dict[str, Any]) -> None:
     case = dict(case)
-    kind = case.pop("model", "decoder")
+    kind, graph = case.pop("model", "decoder"), case.pop("graph", False)
     what = f"{case} {kind}"
     x, y = batch(kind)
     for reduce in ("mean", "sum"):
@@ -91,6 +96,9 @@ def run(case: dict[str, Any]) -> None:
         parts = plan.data_shard_count
         combined = 1.0 if reduce == "mean" else float(parts)
         model = context.parallelize(build(kind, seed=group.rank))  # rank 0's values win
+        torch.compiler.reset()  # models of one class share code, and their compilations its limit
+        mode = pk.execution_mode("graph" if graph else "eager", **GRAPH if graph else {})
+        model = mode.compile(model)
         reference = build(kind, seed=0).to(device)
         values(model, reference, what)
         mine = slice(part * ITEMS // parts, (part + 1) * ITEMS // parts)
@@ -148,6 +156,7 @@ def run(case: dict[str, Any]) -> None:
         mine_steps.zero_grad()
         context.train_step(model, x[mine], y[mine], loss=mean_loss, backward=False)
         assert all(p.grad is None for p in model.parameters())
+        assert (mode.graphs > 0) == graph, mode.explain()
         assert "take rank 0's values" in context.explain() or plan.data == plan.world_size
 
 
