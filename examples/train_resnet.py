@@ -128,7 +128,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--data", default="digits", help="a folder of images, or digits (default)")
     made.add_argument("--size", type=int, default=64, help="pixels of an image's sides, from 32")
     made.add_argument("--batch", type=int, default=32, help="images in a batch of one rank")
-    made.add_argument("--epochs", type=int, default=3)
+    made.add_argument("--epochs", type=int, default=6)
     made.add_argument("--steps", type=int, help="stop after so many steps in all")
     made.add_argument("--every", type=int, default=10, help="steps between two lines; 0: none")
     made.add_argument("--mode", choices=("eager", "graph"), default="eager")
