@@ -51,7 +51,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     ("line", "ranks"),
     [
         (LINE, 2),
-        ("context = pk.parallel_context(data_shard=-1)", 2),
+        pytest.param("context = pk.parallel_context(data_shard=-1)", 2, marks=pytest.mark.slow),
         ("context = pk.parallel_context(data_shard=-1, tensor=2)", 4),
     ],
 )
