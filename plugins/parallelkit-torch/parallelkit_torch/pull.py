@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from parallelkit.errors import PeerLostError, UpdateTimeoutError
@@ -95,12 +96,12 @@ class Line:
 
     def send(self, data: torch.Tensor, peer: int, tag: int, seconds: float) -> None:
         """Send bytes; returns once they have left `data`."""
-        work = self._start(lambda: self._wire.native.send([data], peer, tag), peer)
+        work = self._start(lambda: self._begin(dist.isend, data, peer, tag), peer)
         self.finish(work, peer, seconds)
 
     def expect(self, into: torch.Tensor, peer: int, tag: int) -> Any:
         """Start to receive bytes of exactly the size of `into`; `finish` ends it."""
-        return self._start(lambda: self._wire.native.recv([into], peer, tag), peer)
+        return self._start(lambda: self._begin(dist.irecv, into, peer, tag), peer)
 
     def finish(self, work: Any, peer: int, seconds: float) -> None:
         """Wait for what `expect` started.
@@ -128,7 +129,7 @@ class Line:
         works = []
         for peer in set(range(self.world_size)) - {self.rank}:
             with contextlib.suppress(RuntimeError, ValueError):
-                works.append(self._wire.native.send([data], peer, _WORD_TAG))
+                works.append(self._begin(dist.isend, data, peer, _WORD_TAG))
         deadline = time.monotonic() + seconds
         for work in works:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -149,6 +150,16 @@ class Line:
         if word.kind == LATE:
             return UpdateTimeoutError(text, missing=[peer])
         return PeerLostError(text, peers=[peer])
+
+    def _begin(self, call: Any, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start a send or a receive."""
+        native = self._wire.native
+        if self.device.type == "cpu":
+            start = native.send if call is dist.isend else native.recv
+            return start([tensor], peer, tag)
+        # In a batch of one: NCCL makes a communicator for each pair, and warns, otherwise.
+        (work,) = dist.batch_isend_irecv([dist.P2POp(call, tensor, group=native, group_peer=peer)])
+        return work
 
     def _start(self, call: Callable[[], Any], peer: int) -> Any:
         if self._wire.broken:

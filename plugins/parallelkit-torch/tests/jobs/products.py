@@ -23,6 +23,7 @@ import parallelkit as pk
 #: aot_eager traces forward and backward as a compiler would, without compiling.
 # Dynamo looks at inputs that another stage or unit computed.
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+warnings.filterwarnings("ignore", "`torch.jit.script_method`")  # torch's own, on Python 3.12
 GRAPH = {"backend": "aot_eager", "dynamic": False}
 ITEMS, LENGTH, VOCAB = 8, 6, 32
 

@@ -111,7 +111,8 @@ class Follower:
 
 def follow(model: nn.Module, sizes: dict[str, int], versions: int = 2) -> str:
     """Train and publish; the follower must hold exactly the whole tensors of every version."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # One at a time: these models mix tensors of several meshes, as contexts' models do not.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     seen = set()
     with pk.publish_weights(model, timeout=30) as publisher:
         agrees_with_torch(model, publisher)
