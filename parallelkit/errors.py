@@ -134,6 +134,10 @@ class StageError(PlanError):
     """A model cannot be cut into the pipeline stages asked for."""
 
 
+class NonFiniteGradientError(ParallelKitError):
+    """The norm of the gradients is infinite or not a number."""
+
+
 class CheckpointError(ParallelKitError):
     """A checkpoint cannot be written there, is incomplete, or is not this model's."""
 

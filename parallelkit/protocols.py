@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -153,11 +153,25 @@ class ParallelContext(Protocol):
     ) -> Any:
         """Make a loader over this rank's part of `dataset`, by data coordinate. Not collective."""
 
-    def save(self, path: str, model: Any, optimizer: Any = None) -> None:
-        """Write a checkpoint that any other plan can load. Collective."""
+    def seed(self, base: int) -> int:
+        """Seed random generators: data parts differently, ranks of one part alike."""
 
-    def load(self, path: str, model: Any, optimizer: Any = None) -> Any:
-        """Read a checkpoint in place, whatever plan wrote it. Collective."""
+    def save(
+        self,
+        path: str,
+        model: Any,
+        optimizer: Any = None,
+        *,
+        extra: Mapping[str, Plain] | None = None,
+        overwrite: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Write a checkpoint that any other plan can load, with plain values. Collective."""
+
+    def load(
+        self, path: str, model: Any, optimizer: Any = None, *, timeout: float | None = None
+    ) -> dict[str, Plain]:
+        """Read a checkpoint in place, whatever plan wrote it; returns its values. Collective."""
 
     def reset(self) -> None:
         """Undo what the context changed globally; harmless when repeated."""

@@ -133,10 +133,15 @@ class FakeContext:
     def weighted_mean(self, total: Any, weight: float) -> Any:
         return total / weight
 
-    def save(self, path: str, model: Any, optimizer: Any = None) -> None:
+    def seed(self, base: int) -> int:
+        return base
+
+    def save(self, path: str, model: Any, optimizer: Any = None, **options: Any) -> None:
         pass
 
-    def load(self, path: str, model: Any, optimizer: Any = None) -> Any:
+    def load(
+        self, path: str, model: Any, optimizer: Any = None, *, timeout: float | None = None
+    ) -> dict[str, Plain]:
         return {}
 
     def shard(self, dataset: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelkit.errors import ExecutionModeError
-from parallelkit_torch import names
+from parallelkit_torch import kinds, names
 
 _Parts = list[tuple[str, nn.Module]]
 
@@ -58,7 +58,7 @@ def whole_in_place(model: nn.Module) -> _Parts:
 
 def units(model: nn.Module) -> list[Any]:
     """The modules that FSDP2 shards as one, the whole included."""
-    return [module for module in model.modules() if _is_unit(module)]
+    return [module for module in model.modules() if kinds.is_unit(module)]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -119,16 +119,10 @@ def _of_stages(stages: Iterable[nn.Module], regions: str | tuple[str, ...]) -> _
 
 
 def _innermost_units(model: nn.Module) -> _Parts:
-    found = [(name, m) for name, m in model.named_modules() if name and _is_unit(m)]
+    found = [(name, m) for name, m in model.named_modules() if name and kinds.is_unit(m)]
     inner = [(n, m) for n, m in found if not any(o.startswith(f"{n}.") for o, _ in found)]
     # a single operation is not worth a graph, nor does dynamo take a layer of torch's own
     return [(n, m) for n, m in inner if any(True for _ in names.unwrap(m).children())]
-
-
-def _is_unit(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
 
 
 def _blocks(module: nn.Module, prefix: str) -> _Parts:

@@ -23,7 +23,6 @@ from parallelkit_torch.parallel import gradients
 from parallelkit_torch.parallel.mesh import DATA, Meshes
 from parallelkit_torch.parallel.recipe import Recipe, Spread
 from parallelkit_torch.parallel.settings import Settings
-from parallelkit_torch.parallel.staged import PipelineModule
 from parallelkit_torch.parallel.step import (
     check_microbatches,
     dividing,
@@ -240,19 +239,21 @@ class TorchParallelContext:
 
         Raises:
             PlanError: `max_norm` or `norm_type` is not a positive number.
+            NonFiniteGradientError: the norm is no finite number, with `error_if_nonfinite`.
             UnsupportedFeatureError: the model was not spread by this context.
         """
         self._spread(model)
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise PlanError(f"{name} is {value!r}; it is a positive number")
-        stages = self._meshes.group("pipeline") if self._plan.pipeline > 1 else None
+        axes = ("pipeline", "data_shard", "tensor")  # over these a gradient may be divided
         return gradients.clip_grad_norm_(
             model.parameters(),
             float(max_norm),
             norm_type=float(norm_type),
             error_if_nonfinite=error_if_nonfinite,
-            stages=stages,
+            group=self._meshes.group(*axes),
+            degrees={axis: self._plan.degree(axis) for axis in axes},
         )
 
     def weighted_mean(self, total: torch.Tensor, weight: float) -> torch.Tensor:
@@ -332,8 +333,21 @@ class TorchParallelContext:
         *,
         extra: Mapping[str, Plain] | None = None,
         overwrite: bool = False,
+        timeout: float | None = None,
     ) -> None:
-        """Write a checkpoint that any other plan can load. Collective; see `checkpoint.save`."""
+        """Write a checkpoint that any other plan can load. Collective; see `checkpoint.save`.
+
+        Args:
+            path: a folder; it appears there when all of it is on disk.
+            model: what `parallelize` gave, compiled or not.
+            optimizer: its state is saved too.
+            extra: plain values that `load` gives back: a step's number, `loader.state_dict()`.
+            overwrite: replace a checkpoint that is there.
+            timeout: seconds; default ten times the group's.
+
+        Raises:
+            CheckpointError: it cannot be written there; what was there stays.
+        """
         from parallelkit_torch.parallel import checkpoint
 
         self._spread(model)
@@ -345,20 +359,33 @@ class TorchParallelContext:
             plan=self._plan,
             extra=extra,
             overwrite=overwrite,
+            timeout=timeout,
         )
 
     def load(
-        self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        path: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        timeout: float | None = None,
     ) -> dict[str, Plain]:
         """Read a checkpoint in place, whatever plan wrote it. Collective; see `checkpoint.load`.
 
+        Arguments are those of `save`.
+
         Returns:
             The `extra` that was saved.
+
+        Raises:
+            CheckpointError: it is incomplete, damaged, or not this model's; nothing was changed.
         """
         from parallelkit_torch.parallel import checkpoint
 
         self._spread(model)
-        return checkpoint.load(path, names.uncompiled(model), optimizer, group=self._group)
+        return checkpoint.load(
+            path, names.uncompiled(model), optimizer, group=self._group, timeout=timeout
+        )
 
     def reset(self) -> None:
         """Forget the models. Nothing global was changed, with torch."""
@@ -378,10 +405,10 @@ class TorchParallelContext:
             *self._chosen,
         ]
         for model, spread in self._models.items():
-            plain = names.unwrap(model)
+            plain: Any = names.unwrap(model)
             kind = type(plain).__name__
             lines += [f"{kind} {number}: {step}" for number, step in enumerate(spread.steps, 1)]
-            lines += plain.explain() if isinstance(plain, PipelineModule) else []
+            lines += plain.explain() if self._plan.pipeline > 1 else []
         return "\n".join(lines)
 
     # --- inner parts

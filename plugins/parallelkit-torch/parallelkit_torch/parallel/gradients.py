@@ -1,25 +1,23 @@
-"""Gradients over the axes of a plan: when they are reduced, their norm, and what weighs what."""
+"""Gradients over the axes of a plan: when they are reduced, and their norm over every shard."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelkit.errors import CollectiveError
+from parallelkit.errors import NonFiniteGradientError, UnsupportedFeatureError
 from parallelkit.protocols import ProcessGroup
 
 
 @contextlib.contextmanager
 def synchronised(
-    units: Sequence[FSDPModule], replicas: DistributedDataParallel | None, *, sync: bool
+    units: Sequence[Any], replicas: DistributedDataParallel | None, *, sync: bool
 ) -> Iterator[None]:
     """Let backward passes inside reduce gradients over the data axes, or only add them up here.
 
@@ -37,85 +35,108 @@ def synchronised(
         yield
 
 
-def _set_sync(units: Sequence[FSDPModule], sync: bool) -> None:
+def _set_sync(units: Sequence[Any], sync: bool) -> None:
     for unit in units:
         unit.set_requires_gradient_sync(sync, recurse=False)
 
 
+class _Part(NamedTuple):
+    """This rank's part of a gradient, and the axes over which the gradient is divided."""
+
+    local: torch.Tensor
+    axes: frozenset[str]
+
+
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     *,
     norm_type: float,
     error_if_nonfinite: bool,
-    stages: ProcessGroup | None,
+    group: ProcessGroup,
+    degrees: Mapping[str, int],
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them, over every shard and stage, is at most so.
 
-    Collective over the meshes of the parameters, and over `stages`.
+    Collective over `group`: one reduction of one number, however many tensors there are.
 
     Args:
         parameters: of this rank's part of the model; those without a gradient are skipped.
         max_norm: largest norm allowed; infinity scales nothing and only measures.
         norm_type: p of the p-norm, or infinity.
         error_if_nonfinite: raise instead of scaling by a norm that is no finite number.
-        stages: the group over the pipeline axis, where there is one.
+        group: over the axes of `degrees`.
+        degrees: the axes that may divide a gradient: pipeline, data_shard, tensor.
 
     Returns:
         The norm before scaling, a scalar on this rank's device, the same on every rank.
+
+    Raises:
+        NonFiniteGradientError: on every rank alike; nothing was scaled.
+        UnsupportedFeatureError: a gradient was not reduced over the tensor axis.
     """
-    with_gradient = [p for p in parameters if p.grad is not None]
-    total = _local_norm(with_gradient, norm_type)
-    if stages is not None:
-        total = _over_stages(total, norm_type, stages)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise CollectiveError(
-            f"the norm of the gradients is {float(total)}; with error_if_nonfinite=False they "
-            "are scaled all the same"
+    parts = [_part(p.grad) for p in parameters if p.grad is not None]
+    total = _total(parts, norm_type, group, degrees)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise NonFiniteGradientError(
+            f"the norm of the gradients is {float(total)}, and nothing was scaled; with "
+            "error_if_nonfinite=False they are scaled all the same"
         )
-    # Not by torch in one call: it cannot scale tensors of different meshes together.
-    for group in _by_mesh(with_gradient).values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, _like(total, group[0]))
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for (device, _), tensors in _alike([part.local for part in parts]).items():
+        torch._foreach_mul_(tensors, factor.to(device))
     return total
 
 
-def _local_norm(parameters: Sequence[nn.Parameter], norm_type: float) -> torch.Tensor:
-    """Norm over every shard of the given parameters: the same on all ranks of one stage."""
-    norms = []
-    for group in _by_mesh(parameters).values():
-        gradients = [p.grad for p in group if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
-        return torch.zeros(())
-    device = norms[0].device
-    whole: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device) for norm in norms]), norm_type
-    )
-    return whole
+def _part(gradient: torch.Tensor) -> _Part:
+    if not hasattr(gradient, "placements"):  # no DTensor
+        return _Part(gradient, frozenset())
+    spread: Any = gradient
+    if any(placement.is_partial() for placement in spread.placements):
+        raise UnsupportedFeatureError(
+            f"a gradient is a sum that was not made yet ({spread.placements}); reduce it first"
+        )
+    # What is neither is divided: some of torch's kinds of shards do not call themselves one.
+    names = spread.device_mesh.mesh_dim_names
+    axes = {name for name, p in zip(names, spread.placements, strict=True) if not p.is_replicate()}
+    return _Part(spread.to_local(), frozenset(axes))
 
 
-def _over_stages(norm: torch.Tensor, norm_type: float, stages: ProcessGroup) -> torch.Tensor:
-    device = torch.device(stages.device)
-    norm = norm.to(device=device, dtype=torch.float32)
+def _total(
+    parts: Sequence[_Part], norm_type: float, group: ProcessGroup, degrees: Mapping[str, int]
+) -> torch.Tensor:
+    """The norm over all ranks. What several ranks hold alike counts as a fraction on each."""
+    device = torch.device(group.device)
+    whole = torch.zeros((), dtype=torch.float32, device=device)
+    for axes in dict.fromkeys(part.axes for part in parts):
+        tensors = [part.local for part in parts if part.axes == axes and part.local.numel()]
+        norms = [
+            norm.to(device=device, dtype=torch.float32)
+            for alike in _alike(tensors).values()
+            for norm in torch._foreach_norm(alike, norm_type)
+        ]
+        if not norms:
+            continue
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if math.isinf(norm_type):
+            whole = torch.maximum(whole, norm)
+        else:
+            holders = math.prod(d for axis, d in degrees.items() if axis not in axes | {"pipeline"})
+            whole = whole + norm**norm_type / holders
     if math.isinf(norm_type):
-        largest: torch.Tensor = stages.all_reduce(norm, "max")
+        largest: torch.Tensor = group.all_reduce(whole, "max")
         return largest
-    powers: torch.Tensor = stages.all_reduce(norm**norm_type)
+    powers: torch.Tensor = group.all_reduce(whole)
     root: torch.Tensor = powers ** (1.0 / norm_type)
     return root
 
 
-def _by_mesh(
-    parameters: Iterable[nn.Parameter],
-) -> dict[DeviceMesh | torch.device, list[nn.Parameter]]:
-    groups: dict[DeviceMesh | torch.device, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else parameter.device
-        groups.setdefault(mesh, []).append(parameter)
+def _alike(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Tensors that one call can take together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
-
-
-def _like(total: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """`total` as something that gradients like this one's can be multiplied with."""
-    return total.to(parameter.device)

@@ -10,20 +10,16 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelkit.errors import ExecutionModeError, RankMismatchError, UnsupportedFeatureError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
-from parallelkit_torch import names
+from parallelkit_torch import kinds, names
 from parallelkit_torch.group import TorchProcessGroup
-from parallelkit_torch.parallel.cutting import STAND_INS
 from parallelkit_torch.parallel.mesh import DATA, Meshes
 from parallelkit_torch.parallel.replicate import replicate
 from parallelkit_torch.parallel.settings import Settings, needs_shards
-from parallelkit_torch.parallel.shard import blocks, shard, sharded
 
 
 @attrs.frozen(eq=False)
@@ -36,7 +32,7 @@ class Spread:
     """
 
     steps: list[str]
-    units: list[FSDPModule] = attrs.field(factory=list)
+    units: list[Any] = attrs.field(factory=list)
     replicas: DistributedDataParallel | None = None
 
 
@@ -85,7 +81,7 @@ class Recipe:
         if self.plan.world_size == 1 or not trainable:
             why = "a world of one" if self.plan.world_size == 1 else "no trainable parameters"
             steps.append(f"nothing to replicate: {why}")
-        return whole, Spread(steps, [unit for part in parts for unit in sharded(part)])
+        return whole, Spread(steps, _units(parts))
 
     def _look(self, model: nn.Module) -> tuple[Any, list[list[str]]]:
         """Everything that can be wrong with this model under this plan, before anything is sent."""
@@ -107,6 +103,8 @@ class Recipe:
             count = self.plan.pipeline * self.settings.virtual_stages
             stages = pipeline.assign(model, count, self.settings.stages)
         if self.settings.blocks is not None and needs_shards(self.plan):
+            from parallelkit_torch.parallel.shard import blocks
+
             blocks(model, self.settings.blocks)
         return layouts, stages
 
@@ -130,6 +128,8 @@ class Recipe:
         return staged, parts
 
     def _shard(self, part: nn.Module) -> str:
+        from parallelkit_torch.parallel.shard import blocks, shard
+
         plan, patterns = self.plan, self.settings.blocks
         mesh = self.meshes.mesh(*(DATA if plan.data > 1 else ("data_shard",)))
         # A stage holds some of the blocks only: a pattern that matches none there is no mistake.
@@ -148,8 +148,14 @@ class Recipe:
         )
 
 
+def _units(parts: list[nn.Module]) -> list[Any]:
+    return [module for part in parts for module in part.modules() if kinds.is_unit(module)]
+
+
 def _held(part: nn.Module, layouts: Mapping[str, Any]) -> dict[str, Any]:
     """The layouts of modules that a stage really has: others may have left a stand-in."""
+    from parallelkit_torch.parallel.cutting import STAND_INS
+
     mine = {name for name, module in part.named_modules() if not isinstance(module, STAND_INS)}
     return {name: layout for name, layout in layouts.items() if name in mine}
 
@@ -160,8 +166,10 @@ def refuse(model: object) -> None:
         raise UnsupportedFeatureError(
             f"parallelize got a {type(model).__qualname__}; it takes a torch.nn.Module"
         )
-    spread = any(isinstance(m, DistributedDataParallel | FSDPModule) for m in model.modules())
-    if spread or any(isinstance(p, DTensor) for p in model.parameters()):
+    spread = any(
+        isinstance(m, DistributedDataParallel) or kinds.is_unit(m) for m in model.modules()
+    )
+    if spread or any(kinds.is_dtensor(p) for p in model.parameters()):
         raise UnsupportedFeatureError(
             "parallelize got a model that is spread over ranks already; give the plain model"
         )

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelkit.errors import LayoutError, PlanError
 from parallelkit.plan import ParallelPlan
 from parallelkit_torch import options as opts
-from parallelkit_torch.parallel import replicate, shard
+from parallelkit_torch.parallel import replicate
 
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 
@@ -112,10 +111,16 @@ def needs_shards(plan: ParallelPlan) -> bool:
 
 def _allowed(plan: ParallelPlan) -> dict[str, list[str]]:
     """Names of the options that go on to DDP and to `fully_shard`, where the plan uses them."""
-    shards, replicas = opts.accepted(fully_shard, ours=shard.OURS), []
-    if not needs_shards(plan) and plan.tensor == plan.pipeline == 1:
+    if needs_shards(plan):
+        from torch.distributed.fsdp import fully_shard
+
+        from parallelkit_torch.parallel.shard import OURS
+
+        return {"replicas": [], "shards": opts.accepted(fully_shard, ours=OURS)}
+    replicas: list[str] = []
+    if plan.tensor == plan.pipeline == 1:
         replicas = opts.accepted(DistributedDataParallel.__init__, ours=replicate.OURS)
-    return {"replicas": replicas, "shards": shards if needs_shards(plan) else []}
+    return {"replicas": replicas, "shards": []}
 
 
 def _said(plan: ParallelPlan) -> str:

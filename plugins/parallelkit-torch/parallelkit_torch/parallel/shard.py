@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from parallelkit.errors import LayoutError
-from parallelkit_torch import names
 
 #: Arguments of `fully_shard` that the context sets.
 OURS: Final = frozenset({"module", "mesh", "dp_mesh_dims"})
@@ -69,18 +68,13 @@ def shard(
     for module in [*(model.get_submodule(name) for name in names_of_blocks), model]:
         module.register_forward_hook(_own_views)
         fully_shard(module, mesh=mesh, **options)
-    for unit in sharded(model):
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         # gloo has neither AVG nor PREMUL_SUM, and NCCL's AVG over one rank is documented to be
         # unreliable: a sum, then a division, is right everywhere.
         unit.set_force_sum_reduction_for_comms(True)
         if reduce == "sum":
             # A factor for a mean must not be set: over one shard torch divides by it twice.
             unit.set_gradient_divide_factor(1.0)
-
-
-def sharded(model: nn.Module) -> list[FSDPModule]:
-    """Every unit that `shard` made in `model`, wrappers looked through."""
-    return [m for m in names.unwrap(model).modules() if isinstance(m, FSDPModule)]
 
 
 def _own_views(module: nn.Module, inputs: Any, output: Any) -> Any:
