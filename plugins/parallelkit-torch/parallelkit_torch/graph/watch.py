@@ -147,8 +147,10 @@ class _Attempt:
                 self._tally.add_break(breaks.from_reason(reason, code))
         if result.guarded_code is not None:
             self._tally.add_frame(code, _unique_graphs() - before)
-        elif result.skip_reason:
-            self._tally.skipped.append(result.skip_reason.splitlines()[0])
+        else:
+            why = getattr(result, "skip_reason", None)  # not in torch 2.11
+            if why:
+                self._tally.skipped.append(why.splitlines()[0])
         return result
 
 
