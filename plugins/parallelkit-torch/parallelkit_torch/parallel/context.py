@@ -167,6 +167,8 @@ class TorchParallelContext:
             UnsupportedFeatureError: the model was not spread by this context.
             DataShardError: the batch is empty, or its tensors have different numbers of items.
             RankMismatchError: the weights add up to nothing.
+            LayoutError: after the first backward pass: a parameter that the tensor axis leaves
+                whole got different gradients on its ranks.
         """
         spread = self._spread(model)
         items = items_in(inputs, target)
@@ -201,6 +203,8 @@ class TorchParallelContext:
                 ),
                 backward=backward,
             )
+        if backward and sync:
+            self._compare_whole(model, spread)
         return value if scale is None else value / self._parts
 
     def accumulate(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[None]:
@@ -246,6 +250,7 @@ class TorchParallelContext:
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise PlanError(f"{name} is {value!r}; it is a positive number")
+        self._compare_whole(model, self._spread(model))
         axes = ("pipeline", "data_shard", "tensor")  # over these a gradient may be divided
         return gradients.clip_grad_norm_(
             model.parameters(),
@@ -422,6 +427,14 @@ class TorchParallelContext:
             )
         return found
 
+    def _compare_whole(self, model: nn.Module, spread: Spread) -> None:
+        """Once for each model that is divided; see `whole.check_gradients`."""
+        if self._plan.tensor > 1 and not spread.compared:
+            from parallelkit_torch.parallel.whole import check_gradients
+
+            check_gradients(model, self._meshes.group("tensor"))
+            spread.compared = True
+
     @property
     def _parts(self) -> int:
         """By what a reduction over the data axes divides."""
@@ -429,6 +442,11 @@ class TorchParallelContext:
 
     def _totals(self, weight: float, items: int) -> tuple[float, list[int]]:
         """Sum of the weights, and numbers of items, of all data parts. Collective over them."""
+        number = isinstance(weight, int | float | torch.Tensor) and not isinstance(weight, bool)
+        if not number or not 0 <= float(weight) < math.inf:
+            raise PlanError(
+                f"weight is {weight!r:.80}; it is a number of items or tokens, 0 or more"
+            )
         mine = torch.tensor([float(weight), items], dtype=torch.float64, device=self._group.device)
         rows = torch.stack(self._meshes.group(*DATA).all_gather(mine)).tolist()
         total = sum(row[0] for row in rows)

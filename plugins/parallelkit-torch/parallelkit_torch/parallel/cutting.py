@@ -76,8 +76,8 @@ def cut(model: nn.Module, stages: Sequence[Sequence[str]], index: int) -> nn.Mod
     return stage
 
 
-def check(model: nn.Module, stages: Sequence[Sequence[str]]) -> str:
-    """Compare the stages, one after the other, with the whole model, on a few tokens.
+def check(model: nn.Module, stages: Sequence[Sequence[str]], example: Any = None) -> str:
+    """Compare the stages, one after the other, with the whole model, on an example.
 
     A forward that does more than call its parts, such as scaling the embedding's output, would
     do so in every stage: this finds it. Eight tokens are run twice, in evaluation mode, without
@@ -86,26 +86,40 @@ def check(model: nn.Module, stages: Sequence[Sequence[str]]) -> str:
     Args:
         model: with values.
         stages: what `assign` gave.
+        example: inputs of a small batch, a tensor or a tuple of positional arguments. None: eight
+            tokens, for a decoder; a model of no known form needs one.
 
     Returns:
         What was compared, or why nothing was.
 
     Raises:
-        StageError: a stage fails, or the result differs.
+        StageError: a stage fails, the result differs, nothing is there to compare with, or hooks
+            would run once a stage.
     """
+    _refuse_hooks(model, stages)
     try:
         kind = anatomy(model).kind
     except StageError:
-        return "not compared with the whole model: it is not of a known form"
-    if kind != "decoder":
+        kind = "unknown"
+    if example is None and kind == "unknown":
+        raise StageError(
+            "stages were named for a model of no known form: whether its forward runs stage by "
+            "stage can only be seen by running it. Give example=inputs, those of a small batch"
+        )
+    if example is None and kind != "decoder":
         return "an nn.Sequential, which needs no comparison"
-    tokens = _sample(model, stages)
+    given = _sample(model, stages) if example is None else example
+    given = given if isinstance(given, tuple) else (given,)
+    on = "the example" if example is not None else f"{_SAMPLE_TOKENS} tokens"
     with _evaluating(model), torch.no_grad():
         try:
-            whole = _as_tensors(model, (), model(tokens))
-        except Exception as error:  # the model needs more than tokens; that is no mistake
+            whole = _as_tensors(model, (), model(*given))
+        except Exception as error:
+            if example is not None:
+                raise StageError(f"the model does not run on the example: {error}") from error
+            # It needs more than tokens; that is no mistake.
             return f"not compared with the whole model: it does not run on tokens alone ({error})"
-        x: Any = (tokens,)
+        x: Any = given
         for index in range(len(stages)):
             try:
                 x = cut(model, stages, index)(*(x if isinstance(x, tuple) else (x,)))
@@ -114,18 +128,47 @@ def check(model: nn.Module, stages: Sequence[Sequence[str]]) -> str:
                     f"stage {index} does not run on what stage {index - 1} gives: {error}. The "
                     "model's forward must work when its first argument is the hidden states"
                 ) from error
-    largest = float((x - whole).abs().max())
-    # The same kernels on the same values: equal but for kernels that are not deterministic.
-    if not largest <= 4 * torch.finfo(whole.dtype).eps * float(whole.abs().max()):
+    largest = max(_apart(mine, all_) for mine, all_ in zip(_tuple(x), _tuple(whole), strict=True))
+    if largest > 0:
         raise StageError(
             f"the stages give another result than the whole model (it differs by {largest:.3g} on "
-            f"{_SAMPLE_TOKENS} tokens): its forward does more between its parts, such as scaling "
+            f"{on}): its forward does more between its parts, such as scaling "
             "the embedding or the logits, and each stage would do so. Move that into a part"
         )
-    return f"equal to the whole model on {_SAMPLE_TOKENS} tokens, to {largest:.1g}"
+    return f"equal to the whole model on {on}"
 
 
 # --- inner parts
+
+
+def _tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _apart(mine: Any, whole: Any) -> float:
+    """How far two outputs are apart; 0 within what kernels that are not deterministic give."""
+    if mine.shape != whole.shape:
+        return float("inf")
+    if not whole.numel():
+        return 0.0
+    if not whole.is_floating_point():
+        return float((mine != whole).any())
+    apart = float((mine - whole).abs().max())
+    return 0.0 if apart <= 4 * torch.finfo(whole.dtype).eps * float(whole.abs().max()) else apart
+
+
+def _refuse_hooks(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+    """Raise for hooks on what is above the units: they would run in every stage."""
+    names = [name for stage in stages for name in stage]
+    for name, module in model.named_modules():
+        above = any(unit.startswith(f"{name}." if name else "") for unit in names)
+        forward = module._forward_hooks or module._forward_pre_hooks
+        backward = module._backward_hooks or module._backward_pre_hooks
+        if above and name not in names and (forward or backward):
+            raise StageError(
+                f"{name or 'the model'} has hooks and is cut into stages, so each stage would run "
+                "them. Put them on a part of one stage, or take them off"
+            )
 
 
 def _clone(

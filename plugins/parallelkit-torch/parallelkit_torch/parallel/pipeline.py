@@ -28,6 +28,7 @@ def cut_for(
     mesh: DeviceMesh | None = None,
     schedule: str = "1f1b",
     virtual_stages: int = 1,
+    example: Any = None,
 ) -> PipelineModule:
     """Take this rank's stages of `model`; nothing is sent.
 
@@ -37,6 +38,7 @@ def cut_for(
         group: over the pipeline axis.
         mesh: of the same ranks; for symmetry with the other axes, and not used.
         schedule, virtual_stages: as `Runner` takes them.
+        example: as `check` takes it.
 
     Raises:
         StageError: the stages do not give what the model gives, or are of another number.
@@ -45,7 +47,7 @@ def cut_for(
     runner = Runner(group, schedule=schedule, virtual_stages=virtual_stages)
     if len(stages) != runner.count:
         raise StageError(f"there are {len(stages)} stages for a pipeline of {runner.count}")
-    notes = [f"stages: {check(model, stages)}", *_notes(model)]
+    notes = [f"stages: {check(model, stages, example)}", *_notes(model)]
     mine = range(group.rank, runner.count, group.world_size)
     parts = [cut(model, stages, index) for index in mine]
     return PipelineModule(parts, stages=stages, indices=mine, runner=runner, notes=notes)

@@ -22,18 +22,20 @@ from parallelkit_torch.parallel.replicate import replicate
 from parallelkit_torch.parallel.settings import Settings, needs_shards
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Spread:
     """What was made of one model.
 
     Attributes:
         steps: what was done, in order.
         units: of FSDP2; replicas: of DDP.
+        compared: whether gradients of what a tensor axis leaves whole were seen to be equal.
     """
 
     steps: list[str]
     units: list[Any] = attrs.field(factory=list)
     replicas: DistributedDataParallel | None = None
+    compared: bool = False
 
 
 @final
@@ -55,7 +57,7 @@ class Recipe:
         """
         refuse(model)
         layouts, stages = self._look(model)
-        check_same(model, self.group)
+        self._compare(model, stages)
         model = model.to(self.group.device)
         steps = [f"move to {self.group.device}"]
         trainable = any(p.requires_grad for p in model.parameters())
@@ -70,7 +72,7 @@ class Recipe:
                 from parallelkit_torch.parallel import tensor
 
                 steps += tensor.apply(part, self.meshes.mesh("tensor"), _held(part, layouts))
-            if trainable and needs_shards(self.plan):
+            if needs_shards(self.plan):
                 steps.append(self._shard(part))
         if whole is model and self.plan.data > 1 and trainable and not needs_shards(self.plan):
             whole = replicas = replicate(
@@ -108,6 +110,14 @@ class Recipe:
             blocks(model, self.settings.blocks)
         return layouts, stages
 
+    def _compare(self, model: nn.Module, stages: list[list[str]]) -> None:
+        """Compare over ranks what is asked for and the model; a difference would end in a hang."""
+        wanted = {"mode": self.mode, "reduce": self.reduce, "degrees": str(dict(self.plan.degrees))}
+        wanted |= self.settings.fingerprint() | {"cut": str(stages)}
+        told: list[Plain] = [f"{name}: {value}" for name, value in wanted.items()]
+        agree(told, self.group, "options")
+        check_same(model, self.group)
+
     def _cut(
         self, model: nn.Module, stages: list[list[str]], steps: list[str]
     ) -> tuple[nn.Module, list[nn.Module]]:
@@ -120,6 +130,7 @@ class Recipe:
             mesh=self.meshes.mesh("pipeline"),
             schedule=self.settings.schedule,
             virtual_stages=self.settings.virtual_stages,
+            example=self.settings.example,
         )
         parts = list(staged.stage_modules)
         steps.append(
@@ -187,20 +198,33 @@ def refuse(model: object) -> None:
 
 
 def check_same(model: nn.Module, group: ProcessGroup) -> None:
-    """Compare names, shapes and dtypes across ranks; a difference would end in a hang."""
+    """Compare names, shapes, dtypes and what is trained over all ranks. Collective."""
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    mine: list[Plain] = [f"{n}: {t.dtype} {list(t.shape)}" for n, t in tensors]
+    mine: list[Plain] = [
+        f"{name}: {t.dtype} {list(t.shape)}{' frozen' if id(t) in frozen else ''}"
+        for name, t in tensors
+    ]
+    agree(mine, group, "models")
+
+
+def agree(mine: list[Plain], group: ProcessGroup, what: str) -> None:
+    """Raise on every rank if `mine` is not the same on all. Collective.
+
+    Raises:
+        RankMismatchError: with the first difference, where it is this rank's.
+    """
     first = group.broadcast_object(mine, 0)
     differ = torch.tensor([int(first != mine)], device=group.device)
     if not int(group.all_reduce(differ, "max")):
         return
-    what = "another rank's differs from rank 0's"
+    how = "another rank's differ from rank 0's"
     if isinstance(first, list) and first != mine:
         pairs = zip_longest(mine, first, fillvalue="nothing")
         here, there = next((a, b) for a, b in pairs if a != b)
-        what = f"rank {group.rank} has {here!r} where rank 0 has {there!r}"
+        how = f"rank {group.rank} has {here!r} where rank 0 has {there!r}"
     raise RankMismatchError(
-        f"parallelize got different models: {what}. Every rank must build the same one"
+        f"parallelize got different {what}: {how}. Every rank gives the same ones"
     )
 
 

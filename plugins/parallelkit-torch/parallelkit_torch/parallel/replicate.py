@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelkit.protocols import ProcessGroup
@@ -24,19 +22,20 @@ def replicate(
     model: nn.Module, group: ProcessGroup, *, reduce: str, options: Mapping[str, Any]
 ) -> DistributedDataParallel:
     """Wrap `model`, whose gradients combine over `group` by `reduce`. Collective over it."""
-    wrapped = DistributedDataParallel(model, process_group=group.native, **options)
     if reduce == "sum":
-        wrapped.register_comm_hook(group.native, _sum_gradients)
-    return wrapped
+        # DDP averages what is in `.grad`, earlier batches included: only what is new may be scaled.
+        scale = _Times(group.world_size)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(scale)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(model, process_group=group.native, **options)
 
 
-def _sum_gradients(
-    group: dist.ProcessGroup, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket over ranks; without a hook of its own DDP divides by the world size."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    future: torch.futures.Future[Any] = work.get_future()
-    return future.then(lambda done: done.value()[0])
+class _Times:
+    """Multiplies a gradient; a class, so that a model with it can be copied."""
 
+    def __init__(self, factor: int) -> None:
+        self._factor = factor
 
-_sum_gradients.__annotations__.clear()  # DDP compares them with types, and these are strings
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self._factor

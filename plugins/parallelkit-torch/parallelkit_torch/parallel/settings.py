@@ -25,6 +25,7 @@ _OWN: Final[Mapping[str, Callable[[ParallelPlan], bool]]] = {
     "stages": lambda plan: plan.pipeline > 1,
     "schedule": lambda plan: plan.pipeline > 1,
     "virtual_stages": lambda plan: plan.pipeline > 1,
+    "example": lambda plan: plan.pipeline > 1,
 }
 
 
@@ -40,6 +41,7 @@ class Settings:
         stages: names of modules, by pipeline stage.
         schedule: of the pipeline, one of `SCHEDULES`.
         virtual_stages: stages for each rank of the pipeline; above 1 with `"interleaved"`.
+        example: inputs of a small batch, with which stages are compared with the whole model.
         replicas: further options, of `DistributedDataParallel`.
         shards: further options, of `fully_shard`.
         idle: options that were given and mean nothing under this plan.
@@ -51,6 +53,7 @@ class Settings:
     stages: Sequence[Sequence[str]] | None = None
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    example: Any = None
     replicas: Mapping[str, Any] = attrs.field(factory=dict)
     shards: Mapping[str, Any] = attrs.field(factory=dict)
     idle: tuple[str, ...] = ()
@@ -76,8 +79,12 @@ class Settings:
             )
         _check_pipeline(own)
         for name in ("blocks", "stages"):
-            if isinstance(own.get(name), str):
-                raise PlanError(f"{name} is {own[name]!r}; it is a list")
+            value = own.get(name)
+            if value is not None and (isinstance(value, str) or not _is_list(value, name)):
+                kind = "names" if name == "blocks" else "lists of names, one a stage"
+                raise PlanError(f"{name} is {value!r:.100}; it is a list of {kind}")
+        if not isinstance(own.get("sequence", False), bool):
+            raise PlanError(f"sequence is {own['sequence']!r}; it is True or False")
         if not isinstance(own.get("layouts", {}), Mapping):
             raise LayoutError(f"layouts is {own['layouts']!r:.100}; it maps patterns to styles")
         if own.get("schedule") == "interleaved":
@@ -87,6 +94,11 @@ class Settings:
         replicas = {name: kept[name] for name in kept if name in allowed["replicas"]}
         return cls(**own, replicas=replicas, shards=shards, idle=tuple(idle))
 
+    def fingerprint(self) -> dict[str, str]:
+        """What has to be the same on every rank, as text."""
+        said = {name: _plainly(getattr(self, name)) for name in _OWN if name != "example"}
+        return said | {k: _plainly(v) for k, v in {**self.replicas, **self.shards}.items()}
+
     def lines(self) -> list[str]:
         """Options that were given, for `explain()`."""
         shown = [f"{k}={v!r}" for k, v in sorted({**self.replicas, **self.shards}.items())]
@@ -94,10 +106,16 @@ class Settings:
             f"{field.name}={getattr(self, field.name)!r:.200}"
             for field in attrs.fields(type(self))
             if field.name not in ("replicas", "shards", "idle")
+            and field.name != "example"
             and getattr(self, field.name) != field.default
         ]
         lines = [f"options: {', '.join(shown)}"] if shown else []
         return lines + [f"not used under this plan: {', '.join(self.idle)}"] * bool(self.idle)
+
+
+def _is_list(value: Any, name: str) -> bool:
+    inner = str if name == "blocks" else (list, tuple, str)
+    return isinstance(value, list | tuple) and all(isinstance(one, inner) for one in value)
 
 
 def needs_shards(plan: ParallelPlan) -> bool:
@@ -121,6 +139,16 @@ def _allowed(plan: ParallelPlan) -> dict[str, list[str]]:
     if plan.tensor == plan.pipeline == 1:
         replicas = opts.accepted(DistributedDataParallel.__init__, ours=replicate.OURS)
     return {"replicas": replicas, "shards": []}
+
+
+def _plainly(value: Any) -> str:
+    """A value as text that is the same in every process: no addresses."""
+    if isinstance(value, Mapping):
+        return str({str(key): _plainly(one) for key, one in value.items()})
+    if isinstance(value, list | tuple):
+        return str([_plainly(one) for one in value])
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else type(value).__qualname__
 
 
 def _said(plan: ParallelPlan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,8 +30,18 @@ def items_in(inputs: Any, target: Any) -> int:
 
 
 def cut(tree: Any, start: int, stop: int) -> Any:
-    """Items `start` to `stop` of every tensor with dims in a tree; all else as it is."""
+    """Items `start` to `stop` of every tensor with dims in a tree; plain values as they are.
+
+    Raises:
+        DataShardError: something else is in it, which may hold items and cannot be cut.
+    """
     leaves, spec = tree_flatten(tree)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, torch.Tensor | bool | int | float | str):
+            raise DataShardError(
+                f"a batch with a {type(leaf).__qualname__} cannot be cut into microbatches; use "
+                "tensors in tuples, lists and dicts, or microbatches=1"
+            )
     parts = [x[start:stop] if isinstance(x, torch.Tensor) and x.dim() else x for x in leaves]
     return tree_unflatten(parts, spec)
 
@@ -88,10 +98,13 @@ def plain_step(
         if start == stop:
             start, stop, share = 0, 1, 0.0
         part = inputs if count == 1 else cut(inputs, start, stop)
-        arguments = part if isinstance(part, tuple) else (part,)
+        named = part if isinstance(part, Mapping) else {}
+        arguments = () if named else part if isinstance(part, tuple) else (part,)
         with synchronised(number == count - 1), torch.set_grad_enabled(backward):
-            output = model(*arguments)
+            output = model(*arguments, **named)
             value = loss(output, target if count == 1 else cut(target, start, stop)) * share
+            if not isinstance(value, torch.Tensor) or value.dim():
+                raise PlanError(f"loss gave {value!r:.80}; it gives a tensor without dims")
             if backward:
                 value.backward()  # type: ignore[no-untyped-call]
         total = value.detach() if total is None else total + value.detach()

@@ -16,6 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallelkit.errors import LayoutError
+from parallelkit.protocols import ProcessGroup
+
 
 def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> int:
     """Make every plain parameter of `model` a replicated `DTensor` over `mesh`, in place.
@@ -44,6 +47,42 @@ def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> int:
             user.register_forward_pre_hook(_Enter(module, plain))
             user.register_forward_hook(_Leave(module, plain), always_call=True)
     return len(made)
+
+
+def check_gradients(model: nn.Module, group: ProcessGroup) -> None:
+    """See that gradients of what is whole are equal on all ranks of a tensor axis.
+
+    A parameter that is used between divided layers, where each rank has a part of the activations,
+    gets a part of its gradient on each rank, and the copies would drift apart. Collective over
+    `group`, the tensor axis: one number for each such parameter.
+
+    Raises:
+        LayoutError: on every rank, naming the parameters.
+    """
+    names, norms = [], []
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        if isinstance(gradient, DTensor) and _is_whole(gradient):
+            names.append(name)
+            norms.append(gradient.to_local().double().norm())
+    if not names:
+        return
+    rows = torch.stack(group.all_gather(torch.stack(norms)))
+    spread = rows.max(dim=0).values - rows.min(dim=0).values
+    wrong = (spread > 1e-2 * rows.max(dim=0).values).tolist()
+    if any(wrong):
+        found = [name for name, bad in zip(names, wrong, strict=True) if bad]
+        raise LayoutError(
+            f"gradients of {', '.join(found[:5])}{', ...' if len(found) > 5 else ''} differ "
+            "between the ranks of the tensor axis, which hold them whole: they are used between "
+            "divided layers, on a part of the activations. Divide them too, or move them out"
+        )
+
+
+def _is_whole(gradient: DTensor) -> bool:
+    names = gradient.device_mesh.mesh_dim_names or ()
+    at = dict(zip(names, gradient.placements, strict=True)).get("tensor")
+    return at is not None and at.is_replicate()
 
 
 def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

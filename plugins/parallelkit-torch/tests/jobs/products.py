@@ -112,6 +112,11 @@ def run(case: dict[str, Any]) -> None:
         torch.testing.assert_close(value, local, rtol=1e-4, atol=1e-6)
         compare(model, reference, f"mean, {reduce}, {what}", factor=combined)
 
+        # the same once more, on top of gradients that are reduced already
+        mean_loss(reference(x), y).backward()
+        context.train_step(model, x[mine], y[mine], loss=mean_loss)
+        compare(model, reference, f"added, {reduce}, {what}", factor=combined)
+
         # clipping over all shards and stages
         norms = [nn.utils.clip_grad_norm_(reference.parameters(), 0.1 / combined)]
         norms.append(context.clip_grad_norm_(model, 0.1))

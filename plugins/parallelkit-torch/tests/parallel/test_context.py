@@ -189,6 +189,22 @@ def test_microbatches_change_nothing(group: TorchProcessGroup, microbatches: int
     torch.testing.assert_close(model.weight.grad, gradient)
 
 
+def test_a_mapping_goes_by_name(group: TorchProcessGroup) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    loss = lambda output, target: output.square().mean()  # noqa: E731
+    values = [context.train_step(model, inputs, loss=loss) for inputs in (x, {"input": x})]
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("weight", ["x", -1, float("nan"), float("inf"), True])
+def test_weights_are_numbers(group: TorchProcessGroup, weight: Any) -> None:
+    context = make(group)
+    with pytest.raises(PlanError, match="weight is"):
+        context.weighted_mean(torch.ones(()), weight)
+
+
 def test_batches_that_cannot_be_cut(group: TorchProcessGroup) -> None:
     context = make(group)
     model = context.parallelize(nn.Linear(3, 2))
@@ -200,6 +216,10 @@ def test_batches_that_cannot_be_cut(group: TorchProcessGroup) -> None:
         step(torch.ones(0, 3), torch.ones(0))
     with pytest.raises(DataShardError, match=r"\[2, 3\]"):
         step(torch.ones(2, 3), torch.ones(3))
+    with pytest.raises(DataShardError, match="ndarray cannot be cut"):
+        step(torch.ones(2, 3), torch.ones(2).numpy(), microbatches=2)
+    with pytest.raises(PlanError, match="without dims"):
+        context.train_step(model, torch.ones(2, 3), loss=lambda a, b: a)
     for bad in (0, -1, 1.5, True):
         with pytest.raises(PlanError, match="microbatches"):
             step(torch.ones(2, 3), None, microbatches=bad)

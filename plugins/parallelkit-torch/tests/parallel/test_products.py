@@ -67,6 +67,20 @@ def test_pipelines_with_another_axis(job: Job) -> None:
     )
 
 
+def test_compiled(job: Job) -> None:
+    products(
+        job,
+        2,
+        {"data": 2, "graph": True},
+        {"data_shard": 2, "graph": True},
+        {"pipeline": 2, "graph": True},
+    )
+
+
+def test_what_ranks_get_wrong_is_named_on_both(job: Job) -> None:
+    job("mistakes.py", ranks=2)
+
+
 @pytest.mark.slow
 def test_three_axes_of_two(job: Job) -> None:
     products(
