@@ -272,7 +272,9 @@ def test_any_model_can_be_cut_by_names() -> None:
     assert isinstance(between, tuple)
     assert all(part.is_contiguous() for part in between)
     assert torch.equal(pipeline.cut(model, stages, 1)(*between), model(x))
-    assert "not of a known form" in pipeline.check(model, stages)
+    with pytest.raises(StageError, match="Give example="):
+        pipeline.check(model, stages)
+    assert pipeline.check(model, stages, x) == "equal to the whole model on the example"
     with pytest.raises(StageError, match=r"'right\.weight' belongs to no part"):
         pipeline.assign(model, 1, [["left"]])
 
