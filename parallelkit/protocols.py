@@ -124,9 +124,16 @@ class ParallelContext(Protocol):
         sync: bool = True,
         backward: bool = True,
     ) -> Tensor:
-        """Run one batch forward and backward, alike under every plan; returns its loss.
+        """Run one batch forward and backward, alike under every plan. Collective over all ranks.
 
-        Collective over all ranks. The optimiser's step is the caller's.
+        `loss(output, target)` gives the mean over items, or with `weight` the sum over items or
+        tokens, of which there are `weight` in this data part. `microbatches` cuts the batch;
+        `sync=False` puts the reduction of gradients off to a later call; `backward=False` only
+        evaluates. The optimiser's step is the caller's.
+
+        Returns:
+            This data part's loss: its mean, or with `weight` its share of the global weighted
+            mean. Detached, the same on every rank of the data part.
         """
 
     def accumulate(self, model: Any, *, sync: bool) -> AbstractContextManager[None]:

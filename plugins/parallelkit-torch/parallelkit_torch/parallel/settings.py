@@ -9,7 +9,7 @@ import attrs
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelkit.errors import LayoutError, PlanError
-from parallelkit.plan import ParallelPlan
+from parallelkit.plan import AXES, ParallelPlan
 from parallelkit_torch import options as opts
 from parallelkit_torch.parallel import replicate
 
@@ -69,7 +69,9 @@ class Settings:
         """
         allowed = _allowed(plan)
         what = f"mode {mode!r} with {_said(plan)}"
-        kept = opts.check(given, [*_OWN, *allowed["replicas"], *allowed["shards"]], what=what)
+        kept = opts.check(
+            given, [*_OWN, *allowed["replicas"], *allowed["shards"]], what=what, also=AXES
+        )
         own = {name: kept.pop(name) for name in list(kept) if name in _OWN}
         if mode == "semi_auto" and plan.tensor > 1 and not own.get("layouts"):
             raise LayoutError(

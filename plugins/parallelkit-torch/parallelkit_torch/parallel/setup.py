@@ -64,8 +64,9 @@ def _search(
     first = group.broadcast_object(mine, 0)
     differ = torch.tensor([int(first != mine)], device=group.device)
     if int(group.all_reduce(differ, "max")):
+        there = "another on another rank" if first == mine else f"{first!r} on rank 0"
         raise RankMismatchError(
-            f"mode 'auto' found {mine} on rank {group.rank} and {first!r} on rank 0: give every "
+            f"mode 'auto' found the degrees {mine} on rank {group.rank} and {there}: give every "
             "rank the same model, memory and options"
         )
     return best, search.explain().splitlines(), rest

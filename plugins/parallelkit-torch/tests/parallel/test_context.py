@@ -91,6 +91,8 @@ def test_unknown_options() -> None:
         with pytest.raises(UnsupportedFeatureError, match=f"'{ours}'"):
             make(Wide(2), options={ours: None})
     assert "static_graph=True" in make(Wide(2), options={"static_graph": True}).explain()
+    with pytest.raises(UnsupportedFeatureError, match="'data_shards'; did you mean 'data_shard'"):
+        make(Wide(2), options={"data_shards": -1})
 
 
 def test_options_of_what_the_plan_does_not_use() -> None:
