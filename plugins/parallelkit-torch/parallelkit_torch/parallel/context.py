@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelkit.data import derive_seed
-from parallelkit.errors import PlanError, RankMismatchError, UnsupportedFeatureError
+from parallelkit.errors import PlanError, UnsupportedFeatureError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit.specs import ContextSpec
@@ -28,6 +27,7 @@ from parallelkit_torch.parallel.step import (
     dividing,
     items_in,
     plain_step,
+    totals,
 )
 
 
@@ -175,7 +175,7 @@ class TorchParallelContext:
         asked = check_microbatches(self._plan.pipeline if microbatches is None else microbatches)
         sizes, scale = [items], None
         if weight is not None:
-            total, sizes = self._totals(weight, items)
+            total, sizes = totals(weight, items, self._meshes.group(*DATA))
             scale = self._parts / total
         if self._plan.pipeline > 1:
             from parallelkit_torch.parallel import pipeline
@@ -275,7 +275,7 @@ class TorchParallelContext:
         Raises:
             RankMismatchError: the weights of all parts add up to nothing.
         """
-        everyone, _ = self._totals(weight, 0)
+        everyone, _ = totals(weight, 0, self._meshes.group(*DATA))
         return total * (self._parts / everyone)
 
     # --- data, checkpoints, life
@@ -439,23 +439,6 @@ class TorchParallelContext:
     def _parts(self) -> int:
         """By what a reduction over the data axes divides."""
         return self._plan.data_shard_count if self.reduce == "mean" else 1
-
-    def _totals(self, weight: float, items: int) -> tuple[float, list[int]]:
-        """Sum of the weights, and numbers of items, of all data parts. Collective over them."""
-        number = isinstance(weight, int | float | torch.Tensor) and not isinstance(weight, bool)
-        if not number or not 0 <= float(weight) < math.inf:
-            raise PlanError(
-                f"weight is {weight!r:.80}; it is a number of items or tokens, 0 or more"
-            )
-        mine = torch.tensor([float(weight), items], dtype=torch.float64, device=self._group.device)
-        rows = torch.stack(self._meshes.group(*DATA).all_gather(mine)).tolist()
-        total = sum(row[0] for row in rows)
-        if not (math.isfinite(total) and total > 0):
-            raise RankMismatchError(
-                f"the weights of all data parts add up to {total}, not above 0: "
-                f"{[row[0] for row in rows]}"
-            )
-        return total, [int(row[1]) for row in rows]
 
 
 def _kind(plan: ParallelPlan) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from parallelkit.errors import DataShardError, PlanError
+from parallelkit.errors import DataShardError, PlanError, RankMismatchError
+from parallelkit.protocols import ProcessGroup
 
 
 def items_in(inputs: Any, target: Any) -> int:
@@ -62,6 +63,27 @@ def dividing(asked: int, sizes: Sequence[int]) -> int:
     """
     common = math.gcd(*sizes)
     return max(number for number in range(1, min(asked, common) + 1) if common % number == 0)
+
+
+def totals(weight: float, items: int, group: ProcessGroup) -> tuple[float, list[int]]:
+    """Sum of the weights, and numbers of items, of all data parts. Collective over `group`.
+
+    Raises:
+        PlanError: `weight` is no finite number of at least 0.
+        RankMismatchError: the weights add up to nothing.
+    """
+    number = isinstance(weight, int | float | torch.Tensor) and not isinstance(weight, bool)
+    if not number or not 0 <= float(weight) < math.inf:
+        raise PlanError(f"weight is {weight!r:.80}; it is a number of items or tokens, 0 or more")
+    mine = torch.tensor([float(weight), items], dtype=torch.float64, device=group.device)
+    rows = torch.stack(group.all_gather(mine)).tolist()
+    total = sum(row[0] for row in rows)
+    if not total > 0:
+        raise RankMismatchError(
+            f"the weights of all data parts add up to {total}, not above 0: "
+            f"{[row[0] for row in rows]}"
+        )
+    return total, [int(row[1]) for row in rows]
 
 
 def plain_step(
