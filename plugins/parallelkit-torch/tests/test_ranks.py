@@ -63,7 +63,8 @@ def test_torchrun() -> None:
         start_new_session=True,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 of 2 done", "rank 1 of 2 done"]
+    for rank in range(2):  # which may write at the same moment, into one line
+        assert done.stdout.count(f"rank {rank} of 2 done") == 1, done.stdout
     assert "Warning" not in done.stderr, done.stderr
 
 

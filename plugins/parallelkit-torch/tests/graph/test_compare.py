@@ -186,6 +186,10 @@ def test_errors() -> None:
 @pytest.mark.skipif(cpp_problem() is not None, reason=str(cpp_problem()))
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # inductor writes it
+    import torch._inductor.config
+
+    # With more, inductor starts threads that it keeps.
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     made = run(net(nn.Dropout(0.5)), gradients=True, options={}, repeat=1)
     assert made.reason == "torch.compile with inductor"
     assert made.outputs.max_abs < 1e-5

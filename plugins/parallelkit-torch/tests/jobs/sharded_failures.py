@@ -116,7 +116,7 @@ def stop_for(seconds: float) -> None:
 
 
 model = Model(divided=True)
-timeout = 4.0 if case == "stopped" else 20.0
+timeout = {"stopped": 4.0, "killed": 6.0}.get(case, 20.0)
 publisher = pk.publish_weights(model, timeout=timeout)
 follower = Follower(publisher)
 publisher.wait(1, timeout=20)
