@@ -7,6 +7,7 @@ a submodule that really is called `module` keeps its name.
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -99,6 +100,16 @@ def plain_names(module: nn.Module) -> list[str]:
         ['weight', 'bias']
     """
     return [slot.name for slot in slots(module)]
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a plain module name fits a pattern; a star stops at a dot, as in a shell at a slash.
+
+    Example:
+        >>> fits("layers.*", "layers.0"), fits("layers.*", "layers.0.mlp")
+        (True, False)
+    """
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
 def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]) -> None:

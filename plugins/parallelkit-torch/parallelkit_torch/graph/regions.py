@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -145,12 +144,7 @@ def _named(model: nn.Module, patterns: tuple[str, ...]) -> _Parts:
     found: dict[str, nn.Module] = {}
     everything = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
-        # a star stops at a dot, as in a shell at a slash
-        fitting = [
-            (name, module)
-            for name, module in everything
-            if name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern)
-        ]
+        fitting = [(name, module) for name, module in everything if names.fits(pattern, name)]
         if not fitting:
             tops = ", ".join(name for name, _ in model.named_children()) or "none"
             raise ExecutionModeError(

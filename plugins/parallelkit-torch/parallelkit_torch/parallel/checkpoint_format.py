@@ -17,12 +17,14 @@ import msgspec
 
 from parallelkit.errors import CheckpointError, NotPlainError
 from parallelkit.protocols import Plain
+from parallelkit_torch.plain import TYPES, check
 
 ABOUT: Final = "parallelkit.json"
 INDEX: Final = "tensors.json"
 #: The version that is written and the only one that is read.
 FORMAT: Final = 1
-_MAX_DEPTH: Final = 100
+#: What JSON gives back as it was.
+_TYPES: Final = {kind: name for kind, name in TYPES.items() if kind is not bytes}
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -124,9 +126,9 @@ def encode_extra(extra: Mapping[str, Plain] | None) -> str:
     """
     if not isinstance(extra, Mapping | None):
         raise NotPlainError(f"extra is a {type(extra).__qualname__}; it is a mapping, or None")
-    plain = dict(extra or {})
-    _check(plain, "extra", 0)
-    return json.dumps(plain, sort_keys=True)
+    kept = dict(extra or {})
+    check(kept, "extra", _TYPES, why=", which is not kept in a checkpoint's JSON")
+    return json.dumps(kept, sort_keys=True)
 
 
 def encode_index(index: Index) -> bytes:
@@ -224,22 +226,3 @@ def check_files(folder: Path, about: About) -> None:
     if problems:
         shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
         raise CheckpointError(f"the checkpoint {folder} is incomplete: {shown}")
-
-
-def _check(value: object, where: str, depth: int) -> None:
-    kind = type(value)
-    if depth > _MAX_DEPTH:
-        raise NotPlainError(f"{where:.200} is nested deeper than {_MAX_DEPTH} levels")
-    if kind is list:
-        for position, item in enumerate(value):  # type: ignore[arg-type, var-annotated]
-            _check(item, f"{where}[{position}]", depth + 1)
-    elif kind is dict:
-        for key, item in value.items():  # type: ignore[attr-defined]
-            if type(key) is not str:
-                raise NotPlainError(f"{where:.200} has the key {key!r:.80}; keys are strings")
-            _check(item, f"{where}[{key!r:.40}]", depth + 1)
-    elif value is not None and kind not in (bool, int, float, str):
-        raise NotPlainError(
-            f"{where:.200} is of type {kind.__qualname__}, which is not kept in a checkpoint's "
-            "JSON; allowed are None, bool, int, float, str, list, and dict with string keys"
-        )

@@ -196,6 +196,7 @@ class TorchParallelContext:
                 inputs,
                 target,
                 loss=loss,
+                items=items,
                 microbatches=asked,
                 scale=scale,
                 synchronised=lambda last: gradients.synchronised(
@@ -246,11 +247,11 @@ class TorchParallelContext:
             NonFiniteGradientError: the norm is no finite number, with `error_if_nonfinite`.
             UnsupportedFeatureError: the model was not spread by this context.
         """
-        self._spread(model)
+        spread = self._spread(model)
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise PlanError(f"{name} is {value!r}; it is a positive number")
-        self._compare_whole(model, self._spread(model))
+        self._compare_whole(model, spread)
         axes = ("pipeline", "data_shard", "tensor")  # over these a gradient may be divided
         return gradients.clip_grad_norm_(
             model.parameters(),

@@ -17,6 +17,7 @@ from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit_torch import kinds, names
 from parallelkit_torch.group import TorchProcessGroup
+from parallelkit_torch.parallel.agreement import same_everywhere
 from parallelkit_torch.parallel.mesh import DATA, Meshes
 from parallelkit_torch.parallel.replicate import replicate
 from parallelkit_torch.parallel.settings import Settings, needs_shards
@@ -214,9 +215,8 @@ def agree(mine: list[Plain], group: ProcessGroup, what: str) -> None:
     Raises:
         RankMismatchError: with the first difference, where it is this rank's.
     """
-    first = group.broadcast_object(mine, 0)
-    differ = torch.tensor([int(first != mine)], device=group.device)
-    if not int(group.all_reduce(differ, "max")):
+    same, first = same_everywhere(mine, group)
+    if same:
         return
     how = "another rank's differ from rank 0's"
     if isinstance(first, list) and first != mine:

@@ -16,6 +16,7 @@ from parallelkit.errors import PlanError, RankMismatchError, StageError
 from parallelkit_torch.group import TorchProcessGroup
 from parallelkit_torch.parallel import activations
 from parallelkit_torch.parallel.activations import Shape
+from parallelkit_torch.parallel.agreement import same_everywhere
 from parallelkit_torch.parallel.batches import Batch, Loss, key_of, loss_name, split_inputs
 from parallelkit_torch.parallel.stage import Stage, make
 from parallelkit_torch.parallel.staged import PipelineModule
@@ -182,12 +183,11 @@ class Runner:
         """Find ranks that would run something else before anything hangs; on the CPU only."""
         if self.group.world_size == 1 or torch.device(self.group.device).type != "cpu":
             return
-        told = str(self.group.broadcast_object(repr(key)))
-        differ = torch.tensor(int(told != repr(key)))
-        if int(self.group.all_reduce(differ, "max")):
+        same, told = same_everywhere(repr(key), self.group)
+        if not same:
             raise RankMismatchError(
                 "ranks of one pipeline were given different batches: this rank (stage "
-                f"{self.group.rank}) has {key!r}, the first has {told}. All ranks of a data "
+                f"{self.group.rank}) has {key!r}, the first has {told!s}. All ranks of a data "
                 "part take the same batch: context.shard does that"
             )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-
 from parallelkit.errors import PlanError, RankMismatchError, UnsupportedFeatureError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit.specs import ContextSpec
+from parallelkit_torch.parallel.agreement import same_everywhere
 from parallelkit_torch.parallel.context import TorchParallelContext
 from parallelkit_torch.parallel.settings import Settings
 
@@ -61,9 +60,8 @@ def _search(
     search, rest = choose(spec, group)
     best = search.best.plan
     mine: list[Plain] = [best.degree(axis) for axis in best.degrees]
-    first = group.broadcast_object(mine, 0)
-    differ = torch.tensor([int(first != mine)], device=group.device)
-    if int(group.all_reduce(differ, "max")):
+    same, first = same_everywhere(mine, group)
+    if not same:
         there = "another on another rank" if first == mine else f"{first!r} on rank 0"
         raise RankMismatchError(
             f"mode 'auto' found the degrees {mine} on rank {group.rank} and {there}: give every "

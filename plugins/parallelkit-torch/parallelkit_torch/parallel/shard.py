@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
 
 from parallelkit.errors import LayoutError
+from parallelkit_torch import names
 
 #: Arguments of `fully_shard` that the context sets.
 OURS: Final = frozenset({"module", "mesh", "dp_mesh_dims"})
@@ -38,9 +38,7 @@ def blocks(
     known = [name for name, module in model.named_modules() if name and _has_parameters(module)]
     wanted: set[str] = set()
     for pattern in patterns:
-        found = fnmatch.filter(known, pattern)
-        # A star in a pattern of n parts should not reach into deeper parts.
-        found = [name for name in found if name.count(".") == pattern.count(".")]
+        found = [name for name in known if names.fits(pattern, name)]
         if not found and strict:
             raise LayoutError(
                 f"blocks has the pattern {pattern!r}, which matches no submodule with parameters; "
@@ -78,10 +76,7 @@ def shard(
 
 
 def _own_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copy outputs that are views: an in-place change of one would drop FSDP2's hook on it.
-
-    What comes out of a divided last layer always is one.
-    """
+    """Copy outputs that are views: an in-place change of one would drop FSDP2's hook on it."""
     if isinstance(output, torch.Tensor):
         return output.clone() if output.requires_grad and output._is_view() else output
     return tree_map_only(torch.Tensor, lambda x: _own_views(module, inputs, x), output)

@@ -92,6 +92,7 @@ def plain_step(
     target: Any,
     *,
     loss: Callable[[Any, Any], torch.Tensor],
+    items: int,
     microbatches: int,
     scale: float | None,
     synchronised: Callable[[bool], AbstractContextManager[None]],
@@ -103,6 +104,8 @@ def plain_step(
     the empty ones: every rank has to make the same number of passes.
 
     Args:
+        items: what `items_in` says of the batch.
+        microbatches: what `check_microbatches` let pass.
         scale: by what each microbatch's loss, a sum, is multiplied; None: losses are means, and
             weighed by their numbers of items.
         synchronised: is told whether a microbatch is the last one.
@@ -110,8 +113,7 @@ def plain_step(
     Returns:
         The sum of the scaled losses, detached.
     """
-    items = items_in(inputs, target)
-    count = check_microbatches(microbatches)
+    count = microbatches
     bounds = [items * number // count for number in range(count + 1)]
     total: torch.Tensor | None = None
     for number in range(count):

@@ -5,38 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parallelkit_torch.group import TorchProcessGroup, init_process_group
+from parallelkit_torch.group import TorchProcessGroup
 from parallelkit_torch.parallel import checkpoint
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from parallelkit.errors import CheckpointError, NotPlainError, PlanError
 from parallelkit.plan import plan
-from parallelkit.plugin import GroupSpec
 from parallelkit.spawn import RankResult
-
-
-@pytest.fixture
-def group(spec: Callable[..., GroupSpec]) -> Iterator[TorchProcessGroup]:
-    with init_process_group(spec()) as opened:
-        yield opened
-
-
-@pytest.fixture
-def save(group: TorchProcessGroup) -> Callable[..., None]:
-    return functools.partial(checkpoint.save, group=group, plan=plan(1))
-
-
-@pytest.fixture
-def load(group: TorchProcessGroup) -> Callable[..., dict[str, Any]]:
-    return functools.partial(checkpoint.load, group=group)
 
 
 def net(seed: int = 0, hidden: int = 4) -> nn.Sequential:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,11 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from parallelkit_torch.group import TorchProcessGroup, init_process_group
-from parallelkit_torch.parallel import checkpoint
 from parallelkit_torch.parallel import checkpoint_files as files
 from parallelkit_torch.parallel import checkpoint_format as formats
 from torch import nn
 
 from parallelkit.errors import CheckpointError
-from parallelkit.plan import plan
-from parallelkit.plugin import GroupSpec
-
-
-@pytest.fixture
-def group(spec: Callable[..., GroupSpec]) -> Iterator[TorchProcessGroup]:
-    with init_process_group(spec()) as opened:
-        yield opened
-
-
-@pytest.fixture
-def save(group: TorchProcessGroup) -> Callable[..., None]:
-    return functools.partial(checkpoint.save, group=group, plan=plan(1))
-
-
-@pytest.fixture
-def load(group: TorchProcessGroup) -> Callable[..., dict[str, Any]]:
-    return functools.partial(checkpoint.load, group=group)
 
 
 def net(fill: float = 0.0, hidden: int = 4) -> nn.Sequential:

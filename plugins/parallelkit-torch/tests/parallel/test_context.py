@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from parallelkit_torch.group import TorchProcessGroup, init_process_group
+from parallelkit_torch.group import TorchProcessGroup
 from parallelkit_torch.parallel.context import TorchParallelContext
 from parallelkit_torch.parallel.setup import setup_parallel_context
 from torch import nn
@@ -21,7 +20,6 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
 )
 from parallelkit.plan import AXES, plan
-from parallelkit.plugin import GroupSpec
 from parallelkit.protocols import ParallelContext
 from parallelkit.specs import ContextSpec
 
@@ -35,12 +33,6 @@ class Wide:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-
-
-@pytest.fixture
-def group(spec: Callable[..., GroupSpec]) -> Iterator[TorchProcessGroup]:
-    with init_process_group(spec()) as opened:
-        yield opened
 
 
 def make(group: Any, mode: str | None = None, **changes: Any) -> TorchParallelContext:
