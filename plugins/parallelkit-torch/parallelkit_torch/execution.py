@@ -11,11 +11,11 @@ import attrs
 import torch
 from torch import nn
 
+from parallelkit import options as opts
 from parallelkit.errors import ExecutionModeError, UnsupportedFeatureError
 from parallelkit.graphs import GraphBreak
 from parallelkit.specs import ExecutionSpec
 from parallelkit_torch import names
-from parallelkit_torch import options as opts
 from parallelkit_torch.graph import regions
 from parallelkit_torch.graph.apart import title
 from parallelkit_torch.graph.settings import Settings, settle

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, final
 import torch
 import torch.distributed as dist
 
+from parallelkit import arguments, plain
 from parallelkit.errors import (
     AlreadyInitializedError,
     CollectiveError,
@@ -23,7 +24,7 @@ from parallelkit.errors import (
 )
 from parallelkit.protocols import Plain
 from parallelkit.specs import GroupSpec
-from parallelkit_torch import checks, devices, plain
+from parallelkit_torch import checks, devices
 from parallelkit_torch.rendezvous import meet
 from parallelkit_torch.wire import PrefixStore, Wire
 
@@ -176,7 +177,7 @@ class TorchProcessGroup:
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until every rank is here; on a GPU, until its earlier work is done too."""
-        seconds = checks.seconds(timeout, self.timeout)
+        seconds = arguments.seconds(timeout, self.timeout)
         self._check_open("barrier()")
         if self._on_cpu:
             self._wire.agree("barrier()", seconds)
@@ -193,7 +194,7 @@ class TorchProcessGroup:
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Give every rank the `x` of rank `src`; shapes and dtypes must agree."""
-        what = self._check(f"broadcast(src={checks.source(src, self.world_size)})", x)
+        what = self._check(f"broadcast(src={arguments.source(src, self.world_size)})", x)
         out = _fresh(x)
         if self._meet(what, x):
             self._wire.broadcast(what, out, src)
@@ -228,8 +229,8 @@ class TorchProcessGroup:
         Raises:
             NotPlainError: on `src`; the others raise `CollectiveError` with the reason.
         """
-        seconds = checks.seconds(timeout, self.timeout)
-        what = f"broadcast_object(src={checks.source(src, self.world_size)})"
+        seconds = arguments.seconds(timeout, self.timeout)
+        what = f"broadcast_object(src={arguments.source(src, self.world_size)})"
         self._check_open(what)
         data, refused = b"", None
         if self.rank == src:
@@ -264,7 +265,7 @@ class TorchProcessGroup:
             UnsupportedFeatureError: an accelerator's group cannot be divided twice.
             CollectiveError: ranks gave different lists, or members could not connect.
         """
-        members = checks.members(ranks, self.world_size)
+        members = arguments.members(ranks, self.world_size)
         return self._divided(f"subgroup({members})", [members])
 
     def partition(self, parts: Sequence[Sequence[int]]) -> TorchProcessGroup:
@@ -279,7 +280,7 @@ class TorchProcessGroup:
             GroupError: a rank is in no part or in two.
             UnsupportedFeatureError, CollectiveError: as `subgroup`.
         """
-        members = [checks.members(part, self.world_size) for part in parts]
+        members = [arguments.members(part, self.world_size) for part in parts]
         if sorted(rank for part in members for rank in part) != list(range(self.world_size)):
             raise GroupError(
                 f"partition got {len(members)} parts that do not hold each of the ranks 0 to "

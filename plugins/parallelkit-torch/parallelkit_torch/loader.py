@@ -10,13 +10,13 @@ import attrs
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from parallelkit import options as opts
 from parallelkit.data import check_place, derive_seed, shard_indices
 from parallelkit.datastate import Kind, LoaderState
 from parallelkit.errors import DataShardError, UnknownLengthError, UnsupportedFeatureError
-from parallelkit_torch import options as opts
+from parallelkit.loading import Counted, Progress, check_values, int64, length_of
 from parallelkit_torch.data import given
-from parallelkit_torch.data.checks import check_dataset, check_values, int64, length_of
-from parallelkit_torch.data.counted import Counted, Progress
+from parallelkit_torch.data.checks import check_dataset
 from parallelkit_torch.data.sampler import Order, ShardSampler
 from parallelkit_torch.data.seeds import WorkerSeeds
 from parallelkit_torch.data.stream import StreamPart, set_epoch

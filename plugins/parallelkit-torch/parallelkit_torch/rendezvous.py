@@ -19,9 +19,9 @@ from typing import NoReturn
 import attrs
 import torch.distributed as dist
 
+from parallelkit import portfile
 from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
 from parallelkit.specs import GroupSpec
-from parallelkit_torch import portfile
 from parallelkit_torch.arrival import Deadline, await_everyone, await_word
 from parallelkit_torch.wire import HashStore, PrefixStore, Store, TCPStore
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parallelkit_torch import arrival, portfile, rendezvous
+from parallelkit_torch import arrival, rendezvous
 from parallelkit_torch.rendezvous import Meeting, meet
 
+from parallelkit import portfile
 from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
 from parallelkit.plugin import GroupSpec, LaunchInfo
 

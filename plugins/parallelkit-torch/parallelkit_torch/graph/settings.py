@@ -9,8 +9,8 @@ from typing import Any, Final
 import attrs
 import torch
 
+from parallelkit import options as opts
 from parallelkit.errors import ExecutionModeError
-from parallelkit_torch import options as opts
 
 #: Options of ours beside those of `torch.compile`.
 OURS: Final = ("cuda_graphs", "regions")

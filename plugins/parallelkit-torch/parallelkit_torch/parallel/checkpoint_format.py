@@ -16,8 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from parallelkit.errors import CheckpointError, NotPlainError
+from parallelkit.plain import TYPES, check
 from parallelkit.protocols import Plain
-from parallelkit_torch.plain import TYPES, check
 
 ABOUT: Final = "parallelkit.json"
 INDEX: Final = "tensors.json"

@@ -8,9 +8,9 @@ from typing import Any, Final
 import attrs
 from torch.nn.parallel import DistributedDataParallel
 
+from parallelkit import options as opts
 from parallelkit.errors import LayoutError, PlanError
 from parallelkit.plan import AXES, ParallelPlan
-from parallelkit_torch import options as opts
 from parallelkit_torch.parallel import replicate
 
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")

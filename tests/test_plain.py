@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parallelkit_torch import plain
 
+from parallelkit import plain
 from parallelkit.errors import CollectiveError, NotPlainError
 
 PLAIN = st.recursive(
