@@ -52,6 +52,10 @@ class UnsupportedFeatureError(ParallelKitError):
     """The chosen backend lacks the feature; raised before any rendezvous."""
 
 
+class WrongThreadError(ParallelKitError):
+    """A framework that is not thread safe was used in a second thread."""
+
+
 # --- launch and process groups -----------------------------------------------------------------
 
 

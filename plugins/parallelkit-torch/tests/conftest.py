@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from parallelkit.plugin import GroupSpec, LaunchInfo
-from parallelkit.spawn import RankResult, spawn_ranks
+from parallelkit.spawn import RankResult
+from parallelkit.testing.jobs import run_job
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -66,17 +67,14 @@ def job() -> Callable[..., list[RankResult]]:
         ends: dict[int, int] | None = None,
         **env: str,
     ) -> list[RankResult]:
-        argv = [sys.executable, "-W", "error", str(JOBS / name), *args]
-        results = spawn_ranks(
-            argv, ranks, timeout=timeout, env={"OMP_NUM_THREADS": "1", **env}, grace=30.0
+        return run_job(
+            JOBS / name,
+            args,
+            ranks=ranks,
+            timeout=timeout,
+            ends=ends,
+            env=env,
+            forbidden=("Warning", "destroy_process_group"),
         )
-        wrong = [r for r in results if r.returncode != (ends or {}).get(r.rank, 0)]
-        said = [f"rank {r.rank} ended with {r.returncode}:\n{r.stderr[-6000:]}" for r in wrong]
-        assert not wrong, "\n".join(said)
-        for result in results:
-            text = f"rank {result.rank} ended with {result.returncode}:\n{result.stderr}"
-            assert "Warning" not in result.stderr, text
-            assert "destroy_process_group" not in result.stderr, text
-        return results
 
     return run

@@ -1,0 +1,1 @@
+"""Loaders over MindSpore data sets and plain ones."""

@@ -1,0 +1,1 @@
+"""What graph mode makes of a function: `check_graph`, `compare_modes`."""

@@ -1,0 +1,1 @@
+"""Parallel contexts over MindSpore."""
