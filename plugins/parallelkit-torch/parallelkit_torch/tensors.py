@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from parallelkit.errors import ManifestError
+from parallelkit.weights import overlap as spans
 from parallelkit.weights.manifest import DTYPE_BYTES
 
 
@@ -98,82 +96,15 @@ def _view(flat: torch.Tensor) -> memoryview:
 
 def self_overlapping(tensor: torch.Tensor) -> bool:
     """Whether two elements may share one place; exact for every tensor made by views."""
-    if tensor.numel() == 0:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
+    return spans.self_overlapping(tensor.shape, tensor.stride())
 
 
 def overlap(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Name two tensors that have an element's memory in common, the first found; else None.
-
-    Exact: views of one storage that interleave, as the columns of a matrix, do not overlap.
-    """
-    spans: dict[torch.device, list[_Span]] = {}
-    for name, tensor in named:
-        if tensor.numel():
-            spans.setdefault(tensor.device, []).append(_Span(name, tensor))
-    for on_device in spans.values():
-        for cluster in _clusters(on_device):
-            pair = _overlap_within(cluster)
-            if pair:
-                return pair
-    return None
+    """Name two tensors that have an element's memory in common, the first found; else None."""
+    return spans.overlap(_span(name, tensor) for name, tensor in named if tensor.numel())
 
 
-class _Span:
-    """Where a tensor's elements lie, in bytes."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name = name
-        self.item = tensor.element_size()
-        self.start = tensor.data_ptr()
-        self.shape = tuple(tensor.shape)
-        self.steps = tuple(step * self.item for step in tensor.stride())
-        reach = sum(step * (n - 1) for step, n in zip(self.steps, self.shape, strict=True))
-        self.end = self.start + reach + self.item
-
-    def within(self, mask: np.ndarray[Any, Any], base: int, unit: int) -> np.ndarray[Any, Any]:
-        """The part of `mask`, one flag for each `unit` bytes from `base`, that is this tensor."""
-        return np.lib.stride_tricks.as_strided(
-            mask[(self.start - base) // unit :],
-            (*self.shape, self.item // unit),
-            (*(step // unit for step in self.steps), 1),
-        )
-
-
-def _clusters(spans: list[_Span]) -> Iterator[list[_Span]]:
-    """Groups of spans that touch one another; a span on its own is in none."""
-    spans.sort(key=lambda span: span.start)
-    cluster: list[_Span] = []
-    end = 0
-    for span in spans:
-        if span.start >= end:
-            if len(cluster) > 1:
-                yield cluster
-            cluster = []
-        cluster.append(span)
-        end = max(end, span.end)
-    if len(cluster) > 1:
-        yield cluster
-
-
-def _overlap_within(cluster: list[_Span]) -> tuple[str, str] | None:
-    base, end = cluster[0].start, max(span.end for span in cluster)
-    unit = math.gcd(*(n for s in cluster for n in (s.item, s.start - base, *s.steps)))
-    mask = np.zeros((end - base) // unit, np.bool_)
-    for position, span in enumerate(cluster):
-        mine = span.within(mask, base, unit)
-        if mine.any():
-            for other in itertools.islice(cluster, position):
-                mask[:] = False
-                other.within(mask, base, unit)[...] = True
-                if mine.any():
-                    return other.name, span.name
-        mine[...] = True
-    return None
+def _span(name: str, tensor: torch.Tensor) -> spans.Span:
+    item = tensor.element_size()
+    steps = tuple(step * item for step in tensor.stride())
+    return spans.Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, tensor.device)

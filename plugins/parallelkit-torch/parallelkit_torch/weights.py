@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import nn
 
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
+from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
-
-_KEEP: Final = (
-    "a model keeps its names, shapes, dtypes and ties while it is published or subscribed; "
-    "publish or subscribe it again"
-)
-#: So many differences are listed in one message.
-_SHOWN: Final = 5
 
 
 class _ModuleWeights:
@@ -36,7 +30,9 @@ class _ModuleWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._manifest, self._groups = _describe(slots(module))
+        held = slots(module)
+        self._manifest, places = describe([_found(slot) for slot in held])
+        self._groups = [[held[place] for place in group] for group in places]
         self._unique = self._manifest.unique
         self._views: dict[int, tuple[int, tuple[int, ...], memoryview]] = {}
 
@@ -75,44 +71,18 @@ class _ModuleWeights:
         """The live tensor, checked to be what the manifest says."""
         spec = self._unique[index]
         tensor = self._groups[index][0].tensor
-        problem = tensors.unreadable(tensor) or _changed(spec, tensor)
+        problem = tensors.unreadable(tensor) or changed(
+            spec, tensors.dtype_name(tensor), tensor.shape
+        )
         if problem:
-            raise ManifestError(f"tensor {spec.name!r} {problem}; {_KEEP}")
+            raise ManifestError(f"tensor {spec.name!r} {problem}; {KEEP}")
         return tensor
 
     def _rewalk(self) -> None:
         """Follow what was replaced in the module; raise if it is not what the manifest says."""
-        found = {slot.name: slot for slot in slots(self._module)}
-        groups: list[list[Slot]] = []
-        positions: dict[str, int] = {}
-        identities: dict[str, object] = {}
-        owners: dict[object, str] = {}
-        problems: list[str] = []
-        for spec in self._manifest.tensors:
-            slot = found.pop(spec.name, None)
-            if spec.alias_of is None:
-                positions[spec.name] = len(groups)
-                groups.append([])
-            if slot is None:
-                problems.append(f"tensor {spec.name!r} is no longer there")
-                continue
-            tensor = slot.tensor
-            problem = tensors.unreadable(tensor) or _changed(spec, tensor)
-            if problem:
-                problems.append(f"tensor {spec.name!r} {problem}")
-                continue
-            identity = identities[spec.name] = tensors.identity(tensor)
-            owner = owners.setdefault(identity, spec.name)
-            groups[positions[spec.alias_of or spec.name]].append(slot)
-            if spec.alias_of is None and owner != spec.name:
-                problems.append(f"tensor {spec.name!r} is now tied to {owner!r}")
-            elif spec.alias_of in identities and identities[spec.alias_of] != identity:
-                problems.append(f"tensor {spec.name!r} is no longer tied to {spec.alias_of!r}")
-        problems += [f"tensor {name!r} is new" for name in found]
-        if problems:
-            more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
-            raise ManifestError(f"{'; '.join(problems[:_SHOWN])}{more}; {_KEEP}")
-        self._groups = groups
+        held = slots(self._module)
+        places = match(self._manifest, [_found(slot) for slot in held])
+        self._groups = [[held[place] for place in group] for group in places]
 
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor object, once: names may share one, or have one each over one memory."""
@@ -307,38 +277,15 @@ class ModuleSink(_ModuleWeights):
             raise StateError(f"ModuleSink.{what} was called outside begin and finish")
 
 
-def _describe(all_slots: Sequence[Slot]) -> tuple[Manifest, list[list[Slot]]]:
-    """Make the manifest, and for each unique tensor the slots that hold it."""
-    specs: list[TensorSpec] = []
-    groups: list[list[Slot]] = []
-    known: dict[object, int] = {}
-    for slot in all_slots:
-        tensor = slot.tensor
-        tensors.refuse_unreadable(slot.name, tensor)
-        index = known.setdefault(tensors.identity(tensor), len(groups))
-        alias_of = None
-        if index == len(groups):
-            groups.append([])
-        else:
-            alias_of = groups[index][0].name
-        groups[index].append(slot)
-        specs.append(
-            TensorSpec(
-                name=slot.name,
-                dtype=tensors.dtype_name(tensor),
-                shape=tuple(tensor.shape),
-                alias_of=alias_of,
-            )
-        )
-    return Manifest(specs), groups
-
-
-def _changed(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
-    """Say how a tensor differs from its entry in the manifest."""
-    dtype = tensors.dtype_name(tensor)
-    if dtype == spec.dtype and tensor.shape == spec.shape:
-        return None
-    return f"was {spec.describe()} and is now {dtype}{list(tensor.shape)}"
+def _found(slot: Slot) -> Found:
+    """What the inventory wants to know of a tensor."""
+    tensor = slot.tensor
+    problem = tensors.unreadable(tensor)
+    if problem:
+        return Found(slot.name, problem=problem)
+    return Found(
+        slot.name, tensors.dtype_name(tensor), tuple(tensor.shape), tensors.identity(tensor)
+    )
 
 
 def _home(spec: TensorSpec, tensor: torch.Tensor, buffer: memoryview) -> torch.Tensor:
