@@ -129,7 +129,7 @@ class ParallelContext(Protocol):
         `loss(output, target)` gives the mean over items, or with `weight` the sum over items or
         tokens, of which there are `weight` in this data part. `microbatches` cuts the batch;
         `sync=False` puts the reduction of gradients off to a later call; `backward=False` only
-        evaluates. The optimiser's step is the caller's.
+        evaluates. The optimiser's step is the caller's, such as by `apply_gradients`.
 
         Returns:
             This data part's loss: its mean, or with `weight` its share of the global weighted
@@ -138,6 +138,12 @@ class ParallelContext(Protocol):
 
     def accumulate(self, model: Any, *, sync: bool) -> AbstractContextManager[None]:
         """Within, backward passes reduce gradients over the data axes only if `sync`."""
+
+    def apply_gradients(self, model: Any, optimizer: Any) -> None:
+        """Let the optimiser use the gradients of the train steps since the last call.
+
+        They are forgotten afterwards. Every rank calls it; ranks end with the same values.
+        """
 
     def clip_grad_norm_(self, model: Any, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm, over all shards and stages; returns it. Collective."""

@@ -127,6 +127,9 @@ class FakeContext:
     def accumulate(self, model: Any, *, sync: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def apply_gradients(self, model: Any, optimizer: Any) -> None:
+        pass
+
     def clip_grad_norm_(self, model: Any, max_norm: float, *, norm_type: float = 2.0) -> float:
         return 0.0
 

@@ -13,10 +13,10 @@ import msgspec
 import torch
 from torch import nn
 
+from parallelkit import checkpoint_files as files
 from parallelkit.errors import CheckpointError, PlanError, RankMismatchError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
-from parallelkit_torch.parallel import checkpoint_files as files
 from parallelkit_torch.parallel import checkpoint_format as formats
 from parallelkit_torch.parallel import checkpoint_store as store
 from parallelkit_torch.parallel.checkpoint_format import (

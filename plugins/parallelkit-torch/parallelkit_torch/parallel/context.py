@@ -85,7 +85,8 @@ class TorchParallelContext:
         """The mode that runs; with `"auto"`, what the plan found amounts to."""
         if self.mode != "auto":
             return self.mode
-        return "standalone" if self._plan.world_size == 1 else _kind(self._plan)
+        replicas = self._plan.data == self._plan.world_size
+        return "standalone" if self._plan.world_size == 1 else "data" if replicas else "hybrid"
 
     @property
     def reduce(self) -> str:
@@ -225,6 +226,12 @@ class TorchParallelContext:
         """
         spread = self._spread(model)
         return gradients.synchronised(spread.units, spread.replicas, sync=sync)
+
+    def apply_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Do `optimizer.step()` and `optimizer.zero_grad()`, in words that every framework has."""
+        self._spread(model)
+        optimizer.step()
+        optimizer.zero_grad()
 
     def clip_grad_norm_(
         self,
@@ -412,8 +419,7 @@ class TorchParallelContext:
         ]
         for model, spread in self._models.items():
             plain: Any = names.unwrap(model)
-            kind = type(plain).__name__
-            lines += [f"{kind} {number}: {step}" for number, step in enumerate(spread.steps, 1)]
+            lines += [f"{type(plain).__name__} {n}: {s}" for n, s in enumerate(spread.steps, 1)]
             lines += plain.explain() if self._plan.pipeline > 1 else []
         return "\n".join(lines)
 
@@ -440,7 +446,3 @@ class TorchParallelContext:
     def _parts(self) -> int:
         """By what a reduction over the data axes divides."""
         return self._plan.data_shard_count if self.reduce == "mean" else 1
-
-
-def _kind(plan: ParallelPlan) -> str:
-    return "data" if plan.data == plan.world_size else "hybrid"

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallelkit.errors import LayoutError
+from parallelkit.patterns import below, choose, fits, general, grouped
 from parallelkit_torch import names
+
+__all__ = [
+    "STYLES",
+    "Style",
+    "below",
+    "dividable",
+    "fits",
+    "general",
+    "grouped",
+    "modules",
+    "resolve",
+]
 
 #: What a module gets: one of `STYLES` by name, or a style object of torch's.
 Style: TypeAlias = str | ParallelStyle
@@ -50,28 +61,6 @@ def modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def fits(pattern: str, name: str) -> bool:
-    """Whether a plain module name fits a pattern, part by part between the dots.
-
-    In a part `*`, `?` and `[...]` are as in file names; a part `**` is any number of parts.
-
-    Example:
-        >>> fits("layers.*.mlp", "layers.0.mlp"), fits("*.mlp", "layers.0.mlp")
-        (True, False)
-        >>> fits("**.mlp", "layers.0.mlp")
-        True
-    """
-
-    def rest(parts: list[str], words: list[str]) -> bool:
-        if not parts:
-            return not words
-        if parts[0] == "**":
-            return any(rest(parts[1:], words[i:]) for i in range(len(words) + 1))
-        return bool(words) and fnmatchcase(words[0], parts[0]) and rest(parts[1:], words[1:])
-
-    return rest(pattern.split("."), name.split("."))
-
-
 def resolve(layouts: Mapping[str, Style], found: Mapping[str, nn.Module]) -> dict[str, Style]:
     """Give each module the style of its pattern; pure.
 
@@ -86,47 +75,14 @@ def resolve(layouts: Mapping[str, Style], found: Mapping[str, nn.Module]) -> dic
         LayoutError: a style is unknown or not for that kind of module, a pattern matches nothing
             (the nearest names are listed), or two equally good patterns give different styles.
     """
-    best: dict[str, tuple[int, str, Style]] = {}
     for pattern, style in layouts.items():
         _known(pattern, style)
-        hits = [name for name in found if fits(pattern, name)]
-        if not hits:
-            raise LayoutError(_unmatched(pattern, found))
-        weight = len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))
-        for name in hits:
-            _suits(pattern, name, found[name], style)
-            other = best.get(name)
-            if other is not None and other[0] == weight and other[2] != style:
-                raise LayoutError(
-                    f"layouts gives module {name!r} two styles: {other[1]!r} says {other[2]!r} and "
-                    f"{pattern!r} says {style!r}. Make one pattern more exact than the other"
-                )
-            if other is None or weight > other[0]:
-                best[name] = (weight, pattern, style)
-    chosen = {name: style for name, (_, _, style) in best.items()}
-    whole = [name for name, style in chosen.items() if style == "replicate"]
-    for name in found:
-        if any(below(name, top) for top in whole):
-            chosen.setdefault(name, "replicate")
-    return chosen
-
-
-def below(name: str, top: str) -> bool:
-    """Whether module `name` is inside module `top`."""
-    return bool(name) and (not top or name.startswith(f"{top}."))
-
-
-def general(name: str) -> str:
-    """A name with its numbers as wildcards: what layers have in common."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def grouped(names_: Iterable[str]) -> dict[str, list[str]]:
-    """Names by their general form, in order of first appearance."""
-    groups: dict[str, list[str]] = {}
-    for name in names_:
-        groups.setdefault(general(name), []).append(name)
-    return groups
+    return choose(
+        layouts,
+        found,
+        suits=lambda pattern, name, style: _suits(pattern, name, found[name], style),
+        unmatched=lambda pattern: _unmatched(pattern, found),
+    )
 
 
 def dividable(found: Mapping[str, nn.Module]) -> str:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from parallelkit_torch.parallel import checkpoint_files as files
 from parallelkit_torch.parallel import checkpoint_format as formats
 from torch import nn
 
+from parallelkit import checkpoint_files as files
 from parallelkit.errors import CheckpointError
 
 

@@ -19,6 +19,8 @@ from typing import Final, final
 
 from parallelkit.errors import CheckpointError
 
+#: Files by which a folder is known as a checkpoint.
+MARKS: Final = ("parallelkit.json", ".metadata")
 #: How long a rank looks for a folder that rank 0 has made, as on NFS, in seconds.
 _APPEARS: Final = 10.0
 
@@ -158,7 +160,7 @@ def check_free(target: Path, *, overwrite: bool) -> None:
     # Only what looks like a checkpoint is replaced: a wrong path should not cost a home folder.
     if target.is_symlink() or not target.is_dir():
         raise CheckpointError(f"{target} is no folder, so overwrite=True does not replace it")
-    if any(target.iterdir()) and not (target / ".metadata").exists():
+    if any(target.iterdir()) and not any((target / name).exists() for name in MARKS):
         raise CheckpointError(
             f"{target} is a folder without a checkpoint, so overwrite=True does not replace it"
         )
