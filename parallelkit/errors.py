@@ -134,6 +134,10 @@ class LayoutError(PlanError):
     """A tensor layout matches nothing, is unknown, or does not divide the layer it is for."""
 
 
+class StrategyError(PlanError):
+    """A strategy or layout of MindSpore's cannot be read, is damaged, or is for other ranks."""
+
+
 class StageError(PlanError):
     """A model cannot be cut into the pipeline stages asked for."""
 
