@@ -85,7 +85,13 @@ def _environ() -> dict[str, str]:
 
 
 def _threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if not (t.daemon and t.name.startswith(DAEMONS))}
+    """List living threads of Python; of native ones that ran some, it never learns the end."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not (thread.daemon and thread.name.startswith(DAEMONS))
+        and not isinstance(thread, threading._DummyThread)
+    }
 
 
 def _children() -> dict[int, str]:

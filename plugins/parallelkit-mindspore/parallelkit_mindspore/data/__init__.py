@@ -1,1 +1,1 @@
-"""Loaders over MindSpore data sets and plain ones."""
+"""What `parallelkit_mindspore.loader` is made of: pipelines, their samplers, streams, seeds."""
