@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -31,6 +31,8 @@ from parallelkit.weights.client import ControlClient
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan
 
+#: Name of the thread that `serve` starts: it touches no framework, nor may a sink called in it.
+SERVE_THREAD: Final = "parallelkit-subscriber"
 _SERVE_POLL_SECONDS = 0.5
 #: A subscriber waits this much longer than the publisher, whose word on a deadline comes first.
 _GRACE_SECONDS = 1.0
@@ -159,9 +161,7 @@ class WeightSubscriber:
         self._check("serve")
         if self._thread is None:
             self._placement.allocate_staging()
-            self._thread = threading.Thread(
-                target=self._serve, name="parallelkit-subscriber", daemon=True
-            )
+            self._thread = threading.Thread(target=self._serve, name=SERVE_THREAD, daemon=True)
             self._thread.start()
             atexit.register(self.close)  # the thread must not outlive the interpreter
 

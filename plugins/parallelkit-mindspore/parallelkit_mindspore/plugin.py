@@ -153,6 +153,7 @@ def parallelkit_diagnostics() -> list[Section]:
 
 
 def _is_cell(thing: Any) -> bool:
+    """Whether it is a Cell, or a `mindspore.Model`, whose network is one."""
     ms = sys.modules.get(NAME)
-    cell_type = getattr(getattr(ms, "nn", None), "Cell", None)
-    return cell_type is not None and isinstance(thing, cell_type)
+    kinds = (getattr(getattr(ms, "nn", None), "Cell", None), getattr(ms, "Model", None))
+    return isinstance(thing, tuple(kind for kind in kinds if kind is not None))
