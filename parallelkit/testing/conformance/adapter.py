@@ -61,6 +61,10 @@ class Adapter(Protocol):
         """dtypes that `broadcast` and `all_gather` carry, bit for bit."""
 
     @property
+    def model_dtypes(self) -> tuple[str, ...]:
+        """dtypes that its models can have: float32, and at least one more."""
+
+    @property
     def graph_options(self) -> Mapping[str, Any]:
         """Options of graph mode that make the suite quick; usually none."""
 

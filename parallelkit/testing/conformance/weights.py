@@ -34,8 +34,9 @@ def manifests(case: Case) -> None:
     """Source and sink name the same tensors, in order, with dtype, shape and tie."""
     expected = [(n, "float32", w.shape, None) for n, w in reference.mlp_weights().items()]
     assert facts(case, "mlp") == expected
-    half = facts(case, "mlp", dtype="bfloat16")
-    assert half == [(n, "bfloat16", shape, None) for n, _, shape, _ in expected]
+    for dtype in case.adapter.model_dtypes:
+        found = facts(case, "mlp", dtype)
+        assert found == [(n, dtype, shape, None) for n, _, shape, _ in expected]
     tied = {name: (shape, alias) for name, _, shape, alias in facts(case, "tied")}
     assert set(tied) == {"embed.weight", "body.weight", "head.weight"}
     assert tied["head.weight"] == ((11, 6), "embed.weight")
@@ -44,7 +45,7 @@ def manifests(case: Case) -> None:
 @PARTS.part(needs=BOTH)
 def bytes_in_and_out(case: Case) -> None:
     """What is written into a sink's model is what a source of it reads, bit for bit."""
-    for dtype in ("float32", "bfloat16"):
+    for dtype in case.adapter.model_dtypes:
         model = build(case.adapter, "mlp", dtype, 0)
         sink = sink_of(case, model)
         source = source_of(case, model)
@@ -70,7 +71,8 @@ def bytes_in_and_out(case: Case) -> None:
 def followed(case: Case) -> None:
     """A follower in another process has every version, bit for bit, ties included."""
     with Follower(case.reference) as follower:
-        for kind, dtype in (("mlp", "float32"), ("mlp", "bfloat16"), ("tied", "float32")):
+        models = [("mlp", dtype) for dtype in case.adapter.model_dtypes]
+        for kind, dtype in (*models, ("tied", "float32")):
             model = build(case.adapter, kind, dtype, 0)
             with publishing(model, follower, kind, dtype) as publisher:
                 for version in (1, 2, 3):
@@ -93,11 +95,12 @@ def other_models_are_refused(case: Case) -> None:
     """A target of other names, shapes or dtypes joins nothing, and is told the differences."""
     with Follower(case.reference) as follower:
         model = build(case.adapter, "mlp", "float32", 0)
+        other = next(d for d in case.adapter.model_dtypes if d != "float32")
         with pk.publish_weights(model, timeout=SECONDS) as publisher:
             for kind, dtype, said in (
                 ("scale", "float32", "first.weight"),
                 ("tied", "float32", "head.weight"),
-                ("mlp", "bfloat16", "bfloat16"),
+                ("mlp", other, other),
             ):
                 answer = follower.ask(
                     do="join", kind=kind, dtype=dtype, seed=1, ticket=publisher.new_ticket()

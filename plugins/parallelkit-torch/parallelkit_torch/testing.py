@@ -84,6 +84,7 @@ class TorchAdapter:
         "float16", "bfloat16", "float32", "float64",
     }  # fmt: skip
     moved = reduced | {"bool", "int16", "complex64", "float8_e4m3fn"}
+    model_dtypes = ("float32", "bfloat16")
     graph_options: Mapping[str, Any] = {"backend": "aot_eager"}
 
     def tensor(self, values: Array, dtype: str) -> Tensor:
