@@ -47,8 +47,9 @@ class Follower:
     def __init__(self, adapter: str, *, seconds: float = 60.0) -> None:
         self._seconds = seconds
         module = "parallelkit.testing.conformance.follower"
+        filters = [f"-W{text}" for text in sys.warnoptions]
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", module, "--adapter", adapter],
+            [sys.executable, *filters, "-m", module, "--adapter", adapter],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,6 +65,7 @@ class Suite:
         ranks: processes to start; parts that need more are skipped.
         environ: variables for them, besides those that say which rank each is.
         timeout: seconds for a whole suite.
+        warnings: filters, as Python's `-W` takes them; the framework's own noise goes here.
         forbidden: texts that no rank may write to its error output.
     """
 
@@ -72,6 +73,7 @@ class Suite:
     ranks: ClassVar[int] = 2
     environ: ClassVar[Mapping[str, str]] = {}
     timeout: ClassVar[float] = 240.0
+    warnings: ClassVar[tuple[str, ...]] = ("error",)
     forbidden: ClassVar[tuple[str, ...]] = ("Warning",)
 
     module: ClassVar[str]
@@ -87,6 +89,7 @@ class Suite:
             ranks=cls.ranks,
             environ=cls.environ,
             timeout=cls.timeout,
+            warnings=cls.warnings,
         )
 
     def test_processes_end_well(self, finished: Finished) -> None:
@@ -159,9 +162,11 @@ def run(
     ranks: int,
     environ: Mapping[str, str],
     timeout: float,
+    warnings: Sequence[str] = ("error",),
 ) -> Finished:
-    """Run a job module on `ranks` processes; warnings are errors in them."""
-    argv = [sys.executable, "-W", "error", "-m", module]
+    """Run a job module on `ranks` processes, under the filters `warnings`."""
+    filters = [f"-W{text}" for text in warnings]
+    argv = [sys.executable, *filters, "-m", module]
     argv += ["--adapter", adapter, "--folder", str(folder)]
     env = {"OMP_NUM_THREADS": "1", **environ}
     results = spawn_ranks(argv, ranks, timeout=timeout, env=env, grace=30.0)
