@@ -36,13 +36,18 @@ class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int
 
 
-def announce(path: str, run: str, host: str, port: int) -> Announcement:
+def announce(
+    path: str, run: str, host: str, port: int, *, nonce: str | None = None
+) -> Announcement:
     """Write the file, replacing whatever an earlier run of this user left there.
+
+    Args:
+        nonce: what visitors must know; by default a new one.
 
     Raises:
         GroupError: the folder cannot be written, or the file is another user's.
     """
-    said = Announcement(run=run, nonce=secrets.token_hex(16), host=host, port=port)
+    said = Announcement(run=run, nonce=nonce or secrets.token_hex(16), host=host, port=port)
     temporary = f"{path}.{os.getpid()}.{secrets.token_hex(4)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:

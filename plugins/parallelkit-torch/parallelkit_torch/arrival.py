@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NoReturn
 
-import attrs
-
-from parallelkit.errors import GroupError, RendezvousTimeoutError
+from parallelkit.errors import GroupError
+from parallelkit.meeting.clock import Deadline, listed, missing_error
 from parallelkit.specs import GroupSpec
 from parallelkit_torch.wire import Store
 
-_POLL_SECONDS = (0.002, 0.2)  # first and longest pause between two looks
 _CHUNK = 512  # ranks asked for in one message to the store
 _LOOK_SECONDS = 0.5  # for finding out who is missing, past the deadline
-_SHOWN, _TOLD = 16, 1024  # missing ranks in a message, and in rank 0's word to the others
-
-
-@attrs.define
-class Deadline:
-    """The end of the rendezvous; pauses between looks grow from call to call."""
-
-    seconds: float
-    end: float = attrs.field(init=False)
-    _pause: float = attrs.field(default=_POLL_SECONDS[0], init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.end = time.monotonic() + self.seconds
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self.end - time.monotonic())
-
-    def pause(self) -> bool:
-        """Sleep a little; False once the time is over."""
-        if self.left <= 0:
-            return False
-        time.sleep(min(self._pause, self.left))
-        self._pause = min(self._pause * 1.5, _POLL_SECONDS[1])
-        return True
+_TOLD = 1024  # missing ranks in rank 0's word to the others
 
 
 def await_everyone(spec: GroupSpec, store: Store, deadline: Deadline, where: str) -> None:
@@ -60,13 +32,13 @@ def await_everyone(spec: GroupSpec, store: Store, deadline: Deadline, where: str
             _linger(store, here)
             raise GroupError(
                 f"ranks disagree about the world size: rank 0 has {spec.world_size}, "
-                + _listed([f"rank {r} has {n}" for r, n in sorted(other.items())])
+                + listed([f"rank {r} has {n}" for r, n in sorted(other.items())])
             )
         return
     late, missing = _look(store, range(len(here) + 1, spec.world_size))
     store.set("word", f"missing {len(missing)} {','.join(map(str, missing[:_TOLD]))}")
     _linger(store, here + late)
-    _raise_missing(spec, where, missing)
+    raise missing_error(spec, where, missing)
 
 
 def await_word(spec: GroupSpec, store: Store, deadline: Deadline, where: str, token: str) -> None:
@@ -80,7 +52,7 @@ def await_word(spec: GroupSpec, store: Store, deadline: Deadline, where: str, to
         )
     if not _poll(lambda: store.check(["word"]), deadline):
         _, missing = _look(store, range(1, spec.world_size))
-        _raise_missing(spec, where, missing or [0])
+        raise missing_error(spec, where, missing or [0])
     word, _, rest = store.get("word").decode().partition(" ")
     if word == "go":
         return
@@ -91,7 +63,7 @@ def await_word(spec: GroupSpec, store: Store, deadline: Deadline, where: str, to
             f"{spec.world_size}, or another rank differs"
         )
     count, _, ranks_missing = rest.partition(" ")
-    _raise_missing(spec, where, [int(rank) for rank in ranks_missing.split(",")], int(count))
+    raise missing_error(spec, where, [int(rank) for rank in ranks_missing.split(",")], int(count))
 
 
 def _poll(done: Callable[[], bool], deadline: Deadline) -> bool:
@@ -124,22 +96,3 @@ def _linger(store: Store, ranks: list[int]) -> None:
         keys = [f"heard/{rank}" for rank in ranks[first : first + _CHUNK]]
         if not _poll(partial(store.check, keys), deadline):
             return
-
-
-def _listed(items: Sequence[object]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(map(str, items[:_SHOWN])) + more
-
-
-def _raise_missing(
-    spec: GroupSpec, where: str, missing: list[int], count: int | None = None
-) -> NoReturn:
-    """Raise for `missing`; `count` where there are more than are known by number."""
-    count = len(missing) if count is None else count
-    shown = ", ".join(map(str, missing[:_SHOWN]))
-    shown += f" and {count - _SHOWN} more" if count > _SHOWN else ""
-    raise RendezvousTimeoutError(
-        f"{count} of {spec.world_size} ranks did not arrive at {where} within "
-        f"{spec.timeout:g} s: missing rank(s) {shown}. Check their logs, or raise timeout",
-        missing=missing,
-    )

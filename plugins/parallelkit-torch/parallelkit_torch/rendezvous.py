@@ -20,12 +20,13 @@ import attrs
 import torch.distributed as dist
 
 from parallelkit import portfile
-from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
+from parallelkit.errors import GroupError
+from parallelkit.meeting.address import listen, resolve
+from parallelkit.meeting.clock import Deadline, unreachable_error
 from parallelkit.specs import GroupSpec
-from parallelkit_torch.arrival import Deadline, await_everyone, await_word
+from parallelkit_torch.arrival import await_everyone, await_word
 from parallelkit_torch.wire import HashStore, PrefixStore, Store, TCPStore
 
-_BACKLOG = 4096
 # What torch's own client begins with: "validate" and a magic number, "ping" and a nonce.
 _HELLO = struct.Struct("=BIBI")
 _VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13
@@ -72,7 +73,7 @@ def meet(spec: GroupSpec) -> Meeting:
 def _host(spec: GroupSpec, run: str) -> Meeting:
     # A little before the others' deadline, so that they hear from here who is missing.
     deadline = Deadline(spec.timeout - min(1.0, spec.timeout / 10))
-    listener, host = _listen(spec)
+    listener, host = listen(spec)
     port = listener.getsockname()[1]
     server = TCPStore(
         host,
@@ -95,55 +96,6 @@ def _host(spec: GroupSpec, run: str) -> Meeting:
         if path and said:
             portfile.withdraw(path, said)
     return Meeting(store, f"{host}:{port}")
-
-
-def _listen(spec: GroupSpec) -> tuple[socket.socket, str]:
-    """Bind rank 0's port; returns the socket and the address that others are to use.
-
-    Bound to the named address only; to every interface where that is a loopback address, which
-    other hosts could not use.
-    """
-    local = spec.local_world_size == spec.world_size
-    named = spec.master_addr or ("127.0.0.1" if local else socket.gethostname())
-    if not spec.master_port and not spec.launch.rendezvous_file:
-        raise GroupError(
-            f"a world of {spec.world_size} ranks needs a port that all of them know; set "
-            "master_port (MASTER_PORT), or PARALLELKIT_RENDEZVOUS_FILE to a path that every rank "
-            "can reach, and rank 0 takes a free port"
-        )
-    try:
-        host = resolve(named)
-    except OSError as error:
-        raise GroupError(
-            f"the host name {named!r} (master_addr, MASTER_ADDR) has no IPv4 address: {error}"
-        ) from error
-    bind_to = "0.0.0.0" if host.startswith("127.") and not local else host
-    port = spec.master_port or 0
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((bind_to, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        _raise_bind_error(error, named, host, port)
-    return listener, host
-
-
-def _raise_bind_error(error: OSError, host: str, address: str, port: int) -> NoReturn:
-    if error.errno == errno.EADDRNOTAVAIL:
-        named = host if host == address else f"{host} ({address})"
-        raise GroupError(
-            f"rank 0 cannot listen on {named}: it is no address of this host. Set master_addr "
-            "(MASTER_ADDR) to an address of the host that runs rank 0, on every rank"
-        ) from error
-    if error.errno == errno.EADDRINUSE:
-        raise PortInUseError(
-            f"rank 0 cannot listen on {host}:{port}: another process uses port {port}, perhaps "
-            "another job. Set master_port (MASTER_PORT) to a free port, or start with torchrun "
-            "or `parallelkit run`, which choose one"
-        ) from error
-    raise GroupError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 # --- the other ranks ---------------------------------------------------------------------------
@@ -257,19 +209,4 @@ def _target(spec: GroupSpec, run: str) -> tuple[str, int, bytes | None] | None:
 
 def _raise_unreachable(spec: GroupSpec, where: str, problem: str) -> NoReturn:
     what = "torchrun's agent" if spec.launch.agent_store else "rank 0"
-    raise RendezvousTimeoutError(
-        f"rank {spec.rank} of {spec.world_size} could not reach {what} at {where} within "
-        f"{spec.timeout:g} s: {problem}. Check that rank 0 was started, and that master_addr and "
-        "master_port (MASTER_ADDR, MASTER_PORT) are the same on every rank",
-        missing=(0,),
-    )
-
-
-def resolve(host: str) -> str:
-    """Return the first IPv4 address of `host`.
-
-    Raises:
-        OSError: it has none.
-    """
-    found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    return str(found[0][4][0])
+    raise unreachable_error(spec, where, problem, what)

@@ -20,6 +20,7 @@ from parallelkit_torch.rendezvous import Meeting, meet
 
 from parallelkit import portfile
 from parallelkit.errors import GroupError, PortInUseError, RendezvousTimeoutError
+from parallelkit.meeting.address import listen
 from parallelkit.plugin import GroupSpec, LaunchInfo
 
 Make = Callable[..., GroupSpec]
@@ -193,13 +194,11 @@ def test_unknown_host(spec: Make) -> None:
 
 
 def test_only_the_named_address_is_bound(spec: Make) -> None:
-    listener, host = rendezvous._listen(
-        spec(0, 2, master_addr="localhost", master_port=free_port())
-    )
+    listener, host = listen(spec(0, 2, master_addr="localhost", master_port=free_port()))
     with listener:
         assert listener.getsockname()[0] == host == "127.0.0.1"
     # a name that only this host maps to loopback would be of no use to others
-    listener, host = rendezvous._listen(spec(0, 2, local_world_size=1, master_port=free_port()))
+    listener, host = listen(spec(0, 2, local_world_size=1, master_port=free_port()))
     with listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 
