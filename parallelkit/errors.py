@@ -142,6 +142,14 @@ class StageError(PlanError):
     """A model cannot be cut into the pipeline stages asked for."""
 
 
+class ContextOrderError(ParallelKitError):
+    """Something that reads a parallel context when it is built was built before it."""
+
+
+class GradientError(ParallelKitError):
+    """Gradients that are needed are not there, or were not reduced over the ranks."""
+
+
 class NonFiniteGradientError(ParallelKitError):
     """The norm of the gradients is infinite or not a number."""
 

@@ -1,0 +1,128 @@
+"""The recipe: in which order the axes of a plan are applied to a model, written once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
+
+import attrs
+from mindspore import nn
+
+from parallelkit.plan import ParallelPlan
+from parallelkit.protocols import ProcessGroup
+from parallelkit_mindspore.parallel import replicate, step, tensor
+from parallelkit_mindspore.parallel.axes import DATA, AxisGroups
+from parallelkit_mindspore.parallel.divided import reducing
+from parallelkit_mindspore.parallel.fused import fused
+from parallelkit_mindspore.parallel.gradients import Gradients
+
+
+@attrs.define(eq=False)
+class Spread:
+    """What was made of one model.
+
+    Attributes:
+        done: in order, for people.
+        parameters: of the model, by name.
+        dims: the dim in which a parameter is divided over the tensor axis, by name.
+        steps: its step functions.
+        gradients: of its train steps.
+        sync: whether train steps reduce; `accumulate` changes it.
+        compared: whether gradients of what the tensor axis leaves whole were seen to be equal.
+    """
+
+    done: list[str]
+    parameters: dict[str, Any]
+    dims: Mapping[str, int] = attrs.field(factory=dict)
+    steps: step.Steps = attrs.field(factory=step.Steps)
+    gradients: Gradients = attrs.field(factory=Gradients)
+    sync: bool = True
+    compared: bool = False
+
+    @property
+    def trained(self) -> list[Any]:
+        """Parameters with `requires_grad`, in the order of `trainable_params()`."""
+        return [p for p in self.parameters.values() if p.requires_grad]
+
+    @property
+    def divided(self) -> set[int]:
+        """Ids of the parameters that are divided."""
+        return {id(self.parameters[name]) for name in self.dims}
+
+    @contextlib.contextmanager
+    def synchronised(self, sync: bool) -> Iterator[None]:
+        """Within, train steps reduce gradients over the data axes only if `sync`."""
+        before, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = before
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """How one context spreads models, and reduces their gradients."""
+
+    plan: ParallelPlan
+    reduce: str
+    group: ProcessGroup
+    groups: AxisGroups
+    layouts: Mapping[str, str] | None
+
+    def apply(self, model: nn.Cell) -> tuple[nn.Cell, Spread]:
+        """Spread a model: look, compare, take rank 0's values, divide layers.
+
+        Collective; `MindSporeParallelContext.parallelize` says the rest.
+        """
+        replicate.refuse(model)
+        degree, parts = self.plan.tensor, self.plan.data_shard_count
+        styles = tensor.look(model, self.layouts, degree) if degree > 1 else {}
+        done: list[str] = []
+        if self.plan.world_size > 1:
+            replicate.check_same(model, self.group)
+            replicate.synchronise(model, self.group)
+            done.append("take rank 0's values")
+        dims: Mapping[str, int] = {}
+        if degree > 1:
+            division = tensor.apply(model, styles, self.groups.group("tensor"))
+            model, dims = division.model, division.dims
+            done += division.lines
+        if parts > 1:
+            done.append(f"replicate {parts} times, gradients by {self.reduce}")
+        elif degree == 1:
+            done.append("nothing to replicate: a world of one")
+        return model, Spread(done, replicate.parameters(model), dims)
+
+    def reduce_gradients(self, spread: Spread) -> None:
+        """Reduce what waits over the data axes. Collective over them, and once over the tensor's.
+
+        Raises:
+            LayoutError: the first time: a parameter that the tensor axis leaves whole got different
+                gradients on its ranks.
+        """
+        spread.gradients.reduce(self._reduced)
+        if self.plan.tensor > 1 and not spread.compared:
+            found = spread.gradients.of(spread.trained)
+            trained = [name for name, p in spread.parameters.items() if p.requires_grad]
+            named = dict(zip(trained, found, strict=True))
+            tensor.check_whole(named, spread.dims, self.groups.group("tensor"))
+            spread.compared = True
+
+    def reducer(self, parameters: Iterable[Any]) -> nn.Cell:
+        """MindSpore's cell that reduces gradients over the data axes."""
+        parts = self.plan.data_shard_count
+        group = self.groups.group(*DATA)
+        if parts == 1:
+            return nn.Identity()
+        with reducing():
+            return nn.DistributedGradReducer(
+                list(parameters), mean=self.reduce == "mean", degree=parts, group=group.native
+            )
+
+    def _reduced(self, values: list[Any]) -> list[Any]:
+        if self.plan.data_shard_count == 1:
+            return values
+        group = self.groups.group(*DATA)
+        return fused(values, lambda flat: group.all_reduce(flat, self.reduce))

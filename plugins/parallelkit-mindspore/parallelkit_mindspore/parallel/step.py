@@ -1,0 +1,199 @@
+"""One batch: microbatches, forward, loss, and gradients, compiled in graph mode."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import mindspore as ms
+from mindspore import ops
+
+from parallelkit.errors import ExecutionModeError, PlanError, RankMismatchError
+from parallelkit.protocols import ProcessGroup
+from parallelkit_mindspore.parallel.trees import cut
+
+_numbers: Final = itertools.count()
+
+
+def check_microbatches(count: object) -> int:
+    """Raise `PlanError` unless `count` is a positive integer."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlanError(f"microbatches is {count!r}; it is a positive integer")
+    return count
+
+
+def total_weight(weight: float, group: ProcessGroup) -> float:
+    """Sum of the weights of all data parts. Collective over `group`.
+
+    Raises:
+        PlanError: `weight` is no finite number of at least 0.
+        RankMismatchError: the weights add up to nothing.
+    """
+    number = isinstance(weight, int | float | ms.Tensor) and not isinstance(weight, bool)
+    if not number or not 0 <= float(weight) < math.inf:
+        raise PlanError(f"weight is {weight!r:.80}; it is a number of items or tokens, 0 or more")
+    rows = group.all_gather(ms.Tensor([float(weight)], ms.float64))
+    found = [float(row.asnumpy()[0]) for row in rows]
+    if not sum(found) > 0:
+        raise RankMismatchError(
+            f"the weights of all data parts add up to {sum(found)}, not above 0: {found}"
+        )
+    return sum(found)
+
+
+def in_graph_mode() -> bool:
+    """Whether MindSpore's mode is graph now."""
+    return bool(ms.get_context("mode") == ms.GRAPH_MODE)
+
+
+class _Kind(NamedTuple):
+    """What a step function was made for; another kind is another function."""
+
+    loss: int
+    trained: tuple[int, ...]
+    graph: bool
+    named: bool
+    backward: bool
+
+
+@final
+class Steps:
+    """The step functions of one model, each made once and kept.
+
+    A function is made for a loss, the parameters that are trained, and the mode; in graph mode it
+    is compiled, and compiled again for inputs of other shapes. Give the same `loss` object in every
+    call: a function defined anew is another one.
+    """
+
+    #: Functions that are kept; a loss that is made anew in each call must not fill the memory.
+    KEPT: Final = 16
+
+    def __init__(self) -> None:
+        self._made: dict[_Kind, tuple[Any, Callable[..., Any]]] = {}
+
+    def function(
+        self,
+        model: Any,
+        loss: Callable[[Any, Any], Any],
+        weights: Sequence[Any],
+        *,
+        named: bool,
+        backward: bool,
+    ) -> Callable[..., tuple[Any, Sequence[Any]]]:
+        """Return what maps (inputs, target, share) to the loss times share, and gradients.
+
+        Args:
+            weights: parameters to differentiate by, in the order of the gradients.
+            named: whether inputs is a mapping of keyword arguments, else a tuple.
+            backward: whether gradients are wanted; else there are none.
+        """
+        trained = tuple(map(id, weights)) if backward else ()
+        kind = _Kind(id(loss), trained, in_graph_mode(), named, backward)
+        # What is kept refers to the loss, so that its id stays its own; the model has one spread.
+        if kind not in self._made:
+            while len(self._made) >= self.KEPT:
+                self._made.pop(next(iter(self._made)))
+            self._made[kind] = (loss, _make(model, loss, weights, kind))
+        return self._made[kind][1]
+
+
+def _make(model: Any, loss: Any, weights: Sequence[Any], kind: _Kind) -> Callable[..., Any]:
+    def forward(inputs: Any, target: Any, share: Any) -> Any:
+        value = loss(model(*inputs), target)
+        return value * ops.cast(share, value.dtype)
+
+    def forward_named(inputs: Any, target: Any, share: Any) -> Any:
+        value = loss(model(**inputs), target)
+        return value * ops.cast(share, value.dtype)
+
+    chosen = forward_named if kind.named else forward
+    if kind.backward and weights:
+        differentiate = ms.value_and_grad(chosen, None, ms.ParameterTuple(weights))
+
+        def step(inputs: Any, target: Any, share: Any) -> Any:
+            return differentiate(inputs, target, share)
+
+    else:
+
+        def step(inputs: Any, target: Any, share: Any) -> Any:
+            return chosen(inputs, target, share), ()
+
+    if not kind.graph:
+        return step
+    # MindSpore warns of a function that is compiled under a name twice; these are different ones.
+    step.__name__ = f"train_step_{next(_numbers)}"
+    return _compiled(ms.jit(step), loss)
+
+
+def _compiled(step: Callable[..., Any], loss: Any) -> Callable[..., Any]:
+    """Name the mistake that MindSpore's message does not: a lambda within another expression."""
+
+    def call(inputs: Any, target: Any, share: Any) -> Any:
+        try:
+            return step(inputs, target, share)
+        except TypeError as error:
+            if getattr(loss, "__name__", "") != "<lambda>" or "Lambda" not in str(error):
+                raise
+            raise ExecutionModeError(
+                "loss is a lambda that was written inside another expression, which MindSpore "
+                "cannot compile; define it as a function, or on a line of its own"
+            ) from error
+
+    return call
+
+
+def run(
+    function: Callable[..., tuple[Any, Sequence[Any]]],
+    inputs: Any,
+    target: Any,
+    *,
+    items: int,
+    microbatches: int,
+    scale: float | None,
+) -> tuple[Any, list[Any]]:
+    """Run a batch in microbatches, as even as can be.
+
+    A batch of fewer items than microbatches runs its first item again, with no weight, in place of
+    the empty ones: ranks that compute one model together have to make the same number of passes.
+
+    Args:
+        function: of `Steps.function`.
+        inputs: a mapping, or a tuple of positional arguments, or one of them.
+        items: what `items_in` says of the batch.
+        microbatches: what `check_microbatches` let pass.
+        scale: by what each microbatch's loss, a sum, is multiplied; None: losses are means, and
+            weighed by their numbers of items.
+
+    Returns:
+        The sum of the scaled losses, and the gradients of it.
+
+    Raises:
+        PlanError: the loss has dims.
+    """
+    count = microbatches
+    bounds = [items * number // count for number in range(count + 1)]
+    total: Any = None
+    gradients: list[Any] = []
+    for start, stop in itertools.pairwise(bounds):
+        share = (stop - start) / items if scale is None else scale
+        if start == stop:
+            start, stop, share = 0, 1, 0.0
+        part = inputs if count == 1 else cut(inputs, start, stop)
+        given = dict(part) if isinstance(part, Mapping) else part
+        given = given if isinstance(given, dict | tuple) else (given,)
+        goal = target if count == 1 else cut(target, start, stop)
+        value, found = function(given, goal, _scalar(share))
+        if not isinstance(value, ms.Tensor) or value.ndim:
+            raise PlanError(f"loss gave {value!r:.80}; it gives a tensor without dims")
+        total = value if total is None else total + value
+        added = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else found
+        gradients = list(added)
+    return total, gradients
+
+
+def _scalar(value: float) -> Any:
+    """As a tensor, so that another value is no other graph; float64 where devices have it."""
+    wide = ms.get_context("device_target") == "CPU"
+    return ms.Tensor(value, ms.float64 if wide else ms.float32)
