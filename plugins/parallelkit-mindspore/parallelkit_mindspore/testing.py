@@ -17,7 +17,7 @@ from parallelkit_mindspore import names, tensors
 _WIDE: Final = ("bfloat16",)
 
 
-class MLP(nn.Cell):
+class MLP(nn.Cell):  # type: ignore[misc]
     """`tanh` between two linear layers."""
 
     def __init__(self, dtype: Any) -> None:
@@ -29,7 +29,7 @@ class MLP(nn.Cell):
         return self.second(mint.tanh(self.first(x)))
 
 
-class Scale(nn.Cell):
+class Scale(nn.Cell):  # type: ignore[misc]
     """One number times the input."""
 
     def __init__(self, value: float) -> None:
@@ -40,7 +40,7 @@ class Scale(nn.Cell):
         return self.weight * x
 
 
-class Tied(nn.Cell):
+class Tied(nn.Cell):  # type: ignore[misc]
     """An embedding whose table is the head's weight, too."""
 
     def __init__(self) -> None:
@@ -109,7 +109,8 @@ class MindSporeAdapter:
         found = held.gradients(model)
         if not found:
             return {}
-        plain = {id(slot.tensor): slot.name for slot in names.slots(model)}
+        tied_first = reversed(list(names.slots(model)))  # of several names the first stays
+        plain = {id(slot.tensor): slot.name for slot in tied_first}
         parameters = model.trainable_params()
         return {plain[id(p)]: self.array(g) for p, g in zip(parameters, found, strict=True)}
 

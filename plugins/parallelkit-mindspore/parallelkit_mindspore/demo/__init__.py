@@ -1,0 +1,1 @@
+"""The demo's model; the demo itself runs on torch."""
