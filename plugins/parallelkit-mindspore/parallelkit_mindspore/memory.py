@@ -13,7 +13,7 @@ import ctypes
 import math
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import mindspore as ms
 import numpy as np
@@ -21,6 +21,9 @@ import numpy as np
 from parallelkit.weights.manifest import DTYPE_BYTES
 from parallelkit.weights.overlap import Span
 from parallelkit_mindspore import tensors
+
+#: The type that `parallel.divided` makes for a rank's part.
+_DIVIDED: Final = "DividedParameter"
 
 Elements = np.ndarray[Any, np.dtype[np.void]]
 
@@ -33,10 +36,10 @@ def unreadable(tensor: Any) -> str | None:
         return "is on the meta device and has no data; materialise the model first"
     if tensor.has_init:
         return "is uninitialised; call the model's init_parameters_data() before publishing it"
-    if getattr(tensor, "sliced", False):
+    if getattr(tensor, "sliced", False) or type(tensor).__name__ == _DIVIDED:
         return (
-            "is one rank's slice of a parameter that MindSpore divided; parameters are published "
-            "whole, from a model that every rank holds"
+            "is one rank's part of a parameter that is divided over ranks; Cells are published "
+            "and subscribed whole, as data parallel ranks hold them"
         )
     name = tensors.dtype_name(tensor)
     if name not in DTYPE_BYTES:

@@ -200,7 +200,7 @@ def test_memory_in_a_file_that_is_mapped_for_reading_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda p: setattr(p, "sliced", True), "'x' is one rank's slice"),
+        (lambda p: setattr(p, "sliced", True), "'x' is one rank's part"),
         (lambda p: setattr(p, "init_mode", "late"), "'x' is uninitialised"),
     ],
 )
@@ -222,6 +222,16 @@ def test_what_has_no_bytes_is_refused_by_name(
 
 
 # --- the model changes -------------------------------------------------------------------------
+
+
+def test_a_part_of_a_divided_layer_is_refused_by_name() -> None:
+    from parallelkit_mindspore.parallel.divided import part_of
+
+    whole = ms.Parameter(tensor(np.arange(8).reshape(4, 2)), name="weight")
+    model = Holder(whole=whole, weight=part_of(whole, 0, 1, 2))
+    for kind in (CellSource, CellSink):
+        with pytest.raises(ManifestError, match="'weight' is one rank's part of a parameter"):
+            kind(model)
 
 
 def test_moved_memory_is_followed() -> None:
