@@ -18,20 +18,21 @@ from mindspore.train import Model
 from parallelkit.errors import ContextOrderError
 
 
-def refuse_steps(values: Mapping[str, Any]) -> None:
+def refuse_steps(values: Mapping[str, Any], *, like: Collection[str] = ()) -> None:
     """Raise if a living training step read other settings than `values`.
 
     Args:
         values: what is about to be set: `parallel_mode`, `gradients_mean`, `device_num`.
+        like: parallel modes under which a step is built as it would be under that of `values`.
 
     Raises:
         ContextOrderError: with the kind of each step, and what it read.
     """
-    found = list(_differing(values))
+    found = list(_differing(values, like))
     if found:  # it may be garbage that only refers to itself
         found.clear()
         gc.collect()
-        found = list(_differing(values))
+        found = list(_differing(values, like))
     if found:
         wanted = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise ContextOrderError(
@@ -75,12 +76,14 @@ def _living(kinds: tuple[type, ...]) -> Iterator[Any]:
     return (thing for thing in gc.get_objects() if issubclass(type(thing), kinds))
 
 
-def _differing(values: Mapping[str, Any]) -> Iterator[str]:
+def _differing(values: Mapping[str, Any], like: Collection[str]) -> Iterator[str]:
     inner: set[int] = set()
     for thing in _living((nn.TrainOneStepCell, Model, nn.DistributedGradReducer)):
         if isinstance(thing, nn.TrainOneStepCell):
             inner.add(id(thing.grad_reducer))
         read = _read(thing)
+        if read.get("parallel_mode") in like:
+            del read["parallel_mode"]
         if id(thing) not in inner and any(values[name] != value for name, value in read.items()):
             said = ", ".join(f"{name}={value!r}" for name, value in read.items())
             yield f"a {type(thing).__qualname__} exists that was built with {said}"
