@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PLUGINS := plugins/parallelkit-torch plugins/parallelkit-mindspore plugins/parallelkit-vllm
+PLUGINS := plugins/parallelkit-torch plugins/parallelkit-mindspore plugins/parallelkit-vllm \
+           plugins/parallelkit-hccl
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 
 .PHONY: demo test test-all lint types unit clean
@@ -20,7 +21,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test
-	$(BIN)/mypy parallelkit $(foreach p,torch mindspore vllm,plugins/parallelkit-$(p)/parallelkit_$(p))
+	$(BIN)/mypy parallelkit $(foreach p,torch mindspore vllm hccl,plugins/parallelkit-$(p)/parallelkit_$(p))
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not gpu"

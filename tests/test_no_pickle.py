@@ -141,6 +141,7 @@ def relative(path: Path) -> str:
 def test_there_is_something_to_check():
     assert len(CORE) > 40
     assert {relative(p).split("/")[1] for p in PLUGINS} >= {
+        "parallelkit-hccl",
         "parallelkit-mindspore",
         "parallelkit-torch",
         "parallelkit-vllm",

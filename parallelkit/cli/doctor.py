@@ -25,6 +25,7 @@ PACKAGES = (
     "parallelkit-torch",
     "parallelkit-mindspore",
     "parallelkit-vllm",
+    "parallelkit-hccl",
     "attrs",
     "msgspec",
     "numpy",
