@@ -89,10 +89,12 @@ def facts(case: Case) -> None:
 
 @PARTS.part(needs=DATA, ranks=2)
 def mean_and_sum(case: Case) -> None:
-    """Gradients of 1 on rank 0 and 4 elsewhere: their mean, and their sum."""
+    """Gradients of 1 on rank 0 and 4 elsewhere: their mean unless their sum is asked for."""
     by_rank = [1.0] + [4.0] * (case.world - 1)
-    for reduce, expected in (("mean", np.mean(by_rank)), ("sum", np.sum(by_rank))):
-        with context_of(case, reduce=reduce) as context:
+    mean = ("mean", np.mean(by_rank))
+    cases = (({}, *mean), ({"reduce": "mean"}, *mean), ({"reduce": "sum"}, "sum", sum(by_rank)))
+    for given, reduce, expected in cases:
+        with context_of(case, **given) as context:
             model = context.parallelize(case.adapter.scale(0.0))
             context.train_step(model, case.tensor([by_rank[case.rank]]), None, loss=mean_output)
             found = case.adapter.gradients(context, model)

@@ -170,10 +170,12 @@ def run(
     argv += ["--adapter", adapter, "--folder", str(folder)]
     env = {"OMP_NUM_THREADS": "1", **environ}
     results = spawn_ranks(argv, ranks, timeout=timeout, env=env, grace=30.0)
-    return Finished(results=results, outcomes=[_read(folder, rank) for rank in range(ranks)])
+    outcomes = [read_outcomes(folder, rank) for rank in range(ranks)]
+    return Finished(results=results, outcomes=outcomes)
 
 
-def _read(folder: Path, rank: int) -> list[Outcome]:
+def read_outcomes(folder: Path, rank: int) -> list[Outcome]:
+    """What a rank wrote down; nothing if it did not get that far."""
     path = outcomes_file(folder, rank)
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return [Outcome(**outcome) for outcome in found]
