@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import attrs
 
@@ -25,6 +25,7 @@ from parallelkit.errors import (
 )
 from parallelkit.launch import LaunchInfo
 from parallelkit.loader import PluginManager, default_manager
+from parallelkit.meeting.scheduler import serve
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import ProcessGroup
 from parallelkit.ranks import compare_plugins
@@ -71,6 +72,9 @@ def init_process_group(
             a mode or an axis that the backend cannot run, are errors before the rendezvous.
         manager: plugins to use, the process's own by default.
 
+    In the extra process in which msrun runs the script as its scheduler, this call does the
+    scheduler's work until all workers have left, and then ends the process.
+
     Raises:
         AlreadyInitializedError: a group is open with another specification.
         LaunchError: the launcher's variables are partial or contradict each other.
@@ -108,7 +112,11 @@ def init_process_group(
             held.plan = plan or held.plan
             return held.open_again()
         manager = manager or default_manager()
-        launch = _launch_info(rank, world_size, master_addr, master_port)
+        launch = _read_environ(
+            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
+        )
+        if launch.is_scheduler:
+            _schedule(launch, framework, timeout)
         request = ProbeRequest(framework=framework, backend=backend, device=device, launch=launch)
         selection = select(request, manager=manager)
         _check_plan(plan, launch.world_size, selection)
@@ -174,19 +182,17 @@ def _read_environ(**given: Any) -> LaunchInfo:
     )
 
 
-def _launch_info(
-    rank: int | None, world_size: int | None, master_addr: str | None, master_port: int | None
-) -> LaunchInfo:
-    launch = _read_environ(
-        rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
-    )
-    if launch.is_scheduler:
+def _schedule(launch: LaunchInfo, framework: str, timeout: float) -> NoReturn:
+    """Be msrun's scheduler, which runs the same script and is no rank, and end the process."""
+    if framework not in ("auto", launch.framework):
         raise LaunchError(
             f"this process is the scheduler that {launch.launcher} started (MS_ROLE=MS_SCHED): it "
-            "has no rank and takes part in no group. Leave before init_process_group there, or "
-            "start with torchrun or `parallelkit run`, which need no scheduler"
+            f"has no rank, and {framework} has no use for it. Leave before init_process_group "
+            "there, or start with torchrun or `parallelkit run`, which need no scheduler"
         )
-    return launch
+    if launch.world_size == 1:  # one worker meets nobody
+        raise SystemExit(0)
+    raise SystemExit(serve(launch, timeout))
 
 
 def _check_plan(plan: ParallelPlan | None, world_size: int, selection: Selection) -> None:

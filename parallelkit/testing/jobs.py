@@ -18,6 +18,7 @@ def run_job(
     ends: Mapping[int, int] | None = None,
     env: Mapping[str, str] | None = None,
     forbidden: Sequence[str] = ("Warning",),
+    ignored: Sequence[str] = (),
 ) -> list[RankResult]:
     """Start `script` on `ranks` processes of this host and wait for all of them.
 
@@ -29,11 +30,13 @@ def run_job(
         ends: exit code of each rank that is not to end with 0.
         env: variables besides those that say which rank it is.
         forbidden: texts that no rank may write to its error output.
+        ignored: warnings that are none of ours, in the form of Python's option `-W`.
 
     Raises:
         AssertionError: a rank ended otherwise; with the end of what it said.
     """
-    argv = [sys.executable, "-W", "error", str(script), *args]
+    filters = [part for rule in ("error", *ignored) for part in ("-W", rule)]
+    argv = [sys.executable, *filters, str(script), *args]
     results = spawn_ranks(
         argv, ranks, timeout=timeout, env={"OMP_NUM_THREADS": "1", **(env or {})}, grace=30.0
     )

@@ -37,7 +37,13 @@ def job() -> Callable[..., list[RankResult]]:
     ) -> list[RankResult]:
         quiet = {"GLOG_v": "3"}  # errors only
         return run_job(
-            JOBS / name, args, ranks=ranks, timeout=timeout, ends=ends, env={**quiet, **env}
+            JOBS / name,
+            args,
+            ranks=ranks,
+            timeout=timeout,
+            ends=ends,
+            env={**quiet, **env},
+            ignored=["ignore:getName() is deprecated:DeprecationWarning"],  # MindSpore's, at exit
         )
 
     return run
