@@ -49,6 +49,8 @@ def claim(kind: str, index: int) -> str:
     try:
         native.set_device(kind, index)
     except (RuntimeError, ValueError) as error:
+        if kind == "cpu" and native.device_target() == "CPU":
+            return "cpu"  # something ran there already; there is one device, and this is it
         raise DeviceError(
             f"MindSpore {ms.__version__} cannot use {kind}:{index}: {str(error).splitlines()[0]} "
             "Choose the device before the first tensor, and the same one everywhere"
