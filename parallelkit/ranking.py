@@ -205,6 +205,7 @@ def require(candidate: Candidate, plugin: PluginInfo, features: Collection[str])
             f"{candidate.name} (plugin {plugin.label}) does not support "
             f"{feature.partition('.')[2]!r} ({feature}); "
             f"of {kind} it supports {', '.join(same) or 'nothing'}"
+            + (f" ({candidate.reason})" if candidate.reason else "")
         )
 
 
