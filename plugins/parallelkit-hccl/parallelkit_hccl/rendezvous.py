@@ -171,7 +171,9 @@ class RootInfoTicket:
     """Another rank's end; an `Exchange` for its `HcclCommunicator`, for one use."""
 
     def __init__(self, ticket: str, rank: int, world_size: int) -> None:
-        """Args:
+        """Read the ticket; nothing is asked yet.
+
+        Args:
             ticket: from rank 0's `RootInfoServer`.
             rank, world_size: as the communicator gets them.
 

@@ -188,11 +188,13 @@ class HcclSender(_Transfer):
         packing: Packing | None = None,
         compare: bool = True,
     ) -> None:
-        """Args:
-        communicator: an open one; this rank is the root.
-        packing: None broadcasts tensor by tensor.
-        compare: have all ranks compare their manifests before anything is moved. Off for peers
-            that do not: `parallelkit_hccl.compat`.
+        """Prepare; nothing is called.
+
+        Args:
+            communicator: an open one; this rank is the root.
+            packing: None broadcasts tensor by tensor.
+            compare: have all ranks compare their manifests before anything is moved. Off for
+                peers that do not: `parallelkit_hccl.compat`.
         """
         super().__init__(communicator, packing, compare, communicator.rank)
 

@@ -42,6 +42,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.stuck: str | None = None
+        self._turn = threading.Lock()
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -49,18 +50,27 @@ class Worker:
     def run(self, what: str, work: Callable[[], T], deadline: float) -> T:
         """Do `work` in the thread, and wait for it until `deadline` (monotonic seconds).
 
+        Callers in several threads wait for each other, within their deadlines.
+
         Raises:
             HcclTimeoutError: the deadline passed; the thread is lost.
             HcclStateError: the thread was lost or stopped before.
             BaseException: what `work` raised.
         """
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise HcclTimeoutError(f"{what} did not begin within its deadline, after {self.stuck}")
+        try:
+            return self._run_job(what, _Job(work), deadline)
+        finally:
+            self._turn.release()
+
+    def _run_job(self, what: str, job: _Job[T], deadline: float) -> T:
         if self.stuck is not None:
             raise HcclStateError(f"{what} is impossible: the thread is still in {self.stuck}")
         if not self._thread.is_alive():
             raise HcclStateError(f"{what} is impossible: the thread was stopped")
-        job = _Job(work)
+        self.stuck = what  # it stays so where waiting is interrupted, by Ctrl-C
         self._jobs.put(job)
-        self.stuck = what  # also where waiting is interrupted, by Ctrl-C
         if not job.done.wait(max(0.0, deadline - time.monotonic())):
             raise HcclTimeoutError(f"{what} did not end within its deadline")
         self.stuck = None

@@ -57,3 +57,21 @@ def test_nothing_after_the_end():
     with pytest.raises(HcclStateError, match="was stopped"):
         worker.run("more", lambda: None, soon())
     worker.stop()
+
+
+def test_callers_in_several_threads_wait_for_each_other():
+    worker, gate, began = Worker("w"), threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        gate.wait(60)
+
+    caller = threading.Thread(target=lambda: worker.run("the first", first, soon()))
+    caller.start()
+    assert began.wait(60)
+    with pytest.raises(HcclTimeoutError, match="the second did not begin .* after the first"):
+        worker.run("the second", lambda: 2, soon(0.05))
+    gate.set()
+    assert worker.run("the third", lambda: 3, soon()) == 3
+    caller.join(60)
+    worker.stop()
