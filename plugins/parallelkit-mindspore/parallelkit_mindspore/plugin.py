@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallelkit.plugin import (
@@ -34,6 +35,7 @@ parallelkit_api = 1
 
 NAME = "mindspore"
 
+#: What runs on the CPU.
 FEATURES = frozenset(
     {
         "group.cpu",
@@ -48,25 +50,32 @@ FEATURES = frozenset(
         "weights.sink",
     }
 )
+#: What an accelerator adds, besides its group. None of it was ever run on one.
+ACCELERATED = frozenset({"context.semi_auto", "context.auto", "axis.pipeline", "axis.data_shard"})
+_SCORES = {"npu": 70, "cuda": 45, "cpu": 40}
+_DEVICES = Path("/dev")
 
 
 @hookimpl
 def parallelkit_probe(request: ProbeRequest) -> Candidate:
     """Answer from the file system and the package's metadata; MindSpore is not imported."""
-    if importlib.util.find_spec(NAME) is None:
-        return Candidate(
-            name=NAME,
-            framework=NAME,
-            reason="MindSpore is not installed: pip install mindspore 'numpy<2'",
-        )
+    from parallelkit_mindspore.runtime import problem
+
+    wrong = problem()
+    if wrong is not None:
+        return Candidate(name=NAME, framework=NAME, reason=wrong)
+    here = _accelerators()
+    features = FEATURES | {f"group.{kind}" for kind in here} | (ACCELERATED if here else set())
+    found = f"{' and '.join(here)} found, on which this plugin was never run"
+    absent = "no Ascend NPU or GPU that it can use; semi_auto and auto need one of them"
     return Candidate(
         name=NAME,
         framework=NAME,
-        devices=("cpu",),
+        devices=(*here, "cpu"),
         backends={"cpu": "mccl", "cuda": "nccl", "npu": "hccl"},
-        features=FEATURES,
-        score=40,
-        reason="MindSpore is installed",
+        features=features,
+        score=_SCORES[(*here, "cpu")[0]],
+        reason=f"MindSpore {_version()} is installed; {found if here else absent}",
     )
 
 
@@ -150,6 +159,26 @@ def parallelkit_diagnostics() -> list[Section]:
     from parallelkit_mindspore.diagnostics import section
 
     return [section()]
+
+
+def _accelerators() -> list[str]:
+    """Device types that are present here and that MindSpore's wheel has a library for."""
+    found = importlib.util.find_spec(NAME)
+    if found is None or found.origin is None:
+        return []
+    plugins = Path(found.origin).parent / "lib" / "plugin"
+    looked = {"npu": ("davinci[0-9]*", "ascend*"), "cuda": ("nvidia[0-9]*", "gpu*")}
+    return [
+        kind
+        for kind, (device, library) in looked.items()
+        if any(_DEVICES.glob(device)) and any(plugins.glob(library))
+    ]
+
+
+def _version() -> str:
+    from parallelkit_mindspore.runtime import installed
+
+    return installed() or "of an unknown version"
 
 
 def _is_cell(thing: Any) -> bool:

@@ -69,29 +69,31 @@ def installed() -> str | None:
         return None
 
 
+def problem() -> str | None:
+    """Why MindSpore cannot be used here, as far as metadata tell; None if it can."""
+    found = installed()
+    if found is None:
+        return "MindSpore is not installed: pip install mindspore 'numpy<2'"
+    if _numbers(found) < MINIMUM:
+        least = ".".join(map(str, MINIMUM))
+        return f"MindSpore {found} is installed; parallelkit needs {least} or newer"
+    numpy = version("numpy")
+    if _numbers(numpy) >= (2, 0):
+        return (
+            f"MindSpore {found} fails with NumPy {numpy}: it was built for NumPy 1. "
+            "pip install 'numpy<2'"
+        )
+    return None
+
+
 def _load() -> Any:
-    _check_versions()
+    wrong = problem()
+    if wrong is not None:
+        raise UnsupportedFeatureError(wrong)
     try:
         return importlib.import_module("mindspore")  # writes environment variables of its own
     except ImportError as error:
         raise UnsupportedFeatureError(f"MindSpore cannot be imported: {error}") from error
-
-
-def _check_versions() -> None:
-    found = installed()
-    if found is None:
-        raise UnsupportedFeatureError("MindSpore is not installed: pip install mindspore 'numpy<2'")
-    if _numbers(found) < MINIMUM:
-        least = ".".join(map(str, MINIMUM))
-        raise UnsupportedFeatureError(
-            f"MindSpore {found} is installed; parallelkit needs {least} or newer"
-        )
-    numpy = version("numpy")
-    if _numbers(numpy) >= (2, 0):
-        raise UnsupportedFeatureError(
-            f"MindSpore {found} fails with NumPy {numpy}: it was built for NumPy 1. "
-            "pip install 'numpy<2'"
-        )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
