@@ -7,7 +7,15 @@ memory. Use `HcclSender` and `HcclReceiver`.
 
 from __future__ import annotations
 
-from parallelkit.plugin import Section, TransportCandidate, TransportRequest, hookimpl
+from parallelkit.errors import TransportError
+from parallelkit.plugin import (
+    PublisherTransport,
+    Section,
+    TransportCandidate,
+    TransportRequest,
+    TransportSpec,
+    hookimpl,
+)
 from parallelkit_hccl.found import look
 
 parallelkit_api = 1
@@ -28,6 +36,16 @@ def parallelkit_transports(request: TransportRequest) -> list[TransportCandidate
     return [
         TransportCandidate(name=NAME, reach=False, cost=_COST, reason=lacking or _INSTEAD),
     ]
+
+
+@hookimpl
+def parallelkit_open_transport(spec: TransportSpec) -> PublisherTransport | None:
+    """Refuse `hccl` with the reason; others are not ours."""
+    if spec.name != NAME:
+        return None
+    lacking = look().lacking
+    here = f". And here {lacking}" if lacking else ""
+    raise TransportError(f"transport 'hccl' cannot be chosen: {_INSTEAD}{here}")
 
 
 @hookimpl

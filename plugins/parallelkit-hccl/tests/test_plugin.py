@@ -6,9 +6,11 @@ import pytest
 from parallelkit_hccl import found, plugin
 
 import parallelkit as pk
+from parallelkit.errors import TransportError
 from parallelkit.hooks import transports
 from parallelkit.plugin import API_VERSION
 from parallelkit.specs import TransportRequest
+from parallelkit.testing.peer import sample_model
 from parallelkit.weights.identity import host_identity
 
 
@@ -49,6 +51,11 @@ def test_the_transport_is_listed_with_the_reason(request_, monkeypatch):
     (listed,) = plugin.parallelkit_transports(request_)
     assert not listed.reach
     assert "use parallelkit_hccl.HcclSender and HcclReceiver" in listed.reason
+
+
+def test_publish_weights_says_what_to_use_instead():
+    with pytest.raises(TransportError, match=r"'hccl' cannot be chosen.*HcclSender"):
+        pk.publish_weights(sample_model(), transport="hccl")
 
 
 def test_diagnostics(monkeypatch):
