@@ -21,6 +21,7 @@ from parallelkit_mindspore.graph.compiled import Tally, compile_call, title, und
 from parallelkit_mindspore.graph.differences import compare
 from parallelkit_mindspore.graph.settings import problem, refusal, settle
 from parallelkit_mindspore.graph.tree import leaves, replaced
+from parallelkit_mindspore.graph.walk import is_library
 
 
 def compare_modes(spec: ComparisonSpec) -> ModeComparison:
@@ -155,9 +156,11 @@ class _Call:
         except ExecutionModeError:
             raise
         except Exception as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            advice = "check_graph says more" if mode == "graph" else "Make it run eagerly first"
             raise FunctionFailedError(
                 f"{title(self._spec.function)} raised {type(error).__name__} in mode {mode!r}: "
-                f"{error}"
+                f"{first}. {advice}"
             ) from error
         seconds = time.perf_counter() - start
         kept = replaced(outputs, _copied)
@@ -202,12 +205,30 @@ class _Call:
 
 
 def _outside(function: Any) -> list[Any]:
-    """What a function names from outside of itself: global and enclosing variables."""
-    function = getattr(function, "__func__", function)
-    if not inspect.isfunction(inspect.unwrap(function) if callable(function) else function):
-        return []
-    named = inspect.getclosurevars(inspect.unwrap(function))
-    return [leaf for _, leaf in leaves([*named.nonlocals.values(), *named.globals.values()])]
+    """What a function names from outside of itself, and what functions named there name.
+
+    So a step finds the model in the function that it has a gradient of. Global variables of
+    installed packages are left out.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    todo = [function]
+    while todo:
+        one = todo.pop()
+        one = inspect.unwrap(getattr(one, "__func__", one))
+        if not inspect.isfunction(one) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        named = inspect.getclosurevars(one)
+        values = [*named.nonlocals.values()]
+        if not is_library(one):
+            values += named.globals.values()
+        for _, leaf in leaves(values):
+            found.append(leaf)
+            if inspect.isfunction(leaf) or inspect.ismethod(leaf):
+                todo.append(leaf)
+                found.append(getattr(leaf, "__self__", None))
+    return found
 
 
 def _copy_of(tree: Any) -> Callable[[Any], Any]:

@@ -7,6 +7,7 @@ options, or a look by `check_graph`, do not hand each other their graphs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -82,10 +83,11 @@ def compile_function(
         if os.environ.get("MS_JIT") == "0":
             return function(*args, **kwargs)
         before, claimed = _compilations(function), _claimed
+        outermost = traces and not _is_tracing()
         try:
             return compiled(*args, **kwargs)
         except BaseException:
-            if traces:
+            if outermost:
                 _end_trace()
             raise
         finally:
@@ -233,10 +235,28 @@ def _extra(function: Any, what: str) -> int:
     return int(noted.get(what, 0)) if isinstance(noted, dict) else 0
 
 
-def _end_trace() -> None:
-    """After an exception MindSpore believes that it still traces, and would refuse ever after."""
+def _is_tracing() -> bool:
     from mindspore.graph import jit_trace
+
+    return bool(jit_trace._using_trace)
+
+
+def _end_trace() -> None:
+    """After an exception MindSpore believes that it still traces, and would refuse ever after.
+
+    So the half graph is ended, with an argument as its output, and forgotten.
+    """
+    from mindspore._c_expression import TraceRecorder
+    from mindspore.graph import jit_trace
+    from mindspore.graph.jit_config import _DEFAULT_JIT_CONFIG
     from mindspore.graph.jit_context import set_jit_context
 
+    if not _is_tracing():
+        return
+    begun = jit_trace._trace_jit_context
+    with contextlib.suppress(RuntimeError):  # it had ended, and running it failed
+        outputs = (begun.args or (ms.Tensor(0),))[:1]
+        TraceRecorder.get_instance().end_graph([__file__], [0], _DEFAULT_JIT_CONFIG, *outputs)
+    jit_trace._trace_compile_cache.discard(begun.phase)
     set_jit_context(None)
     jit_trace._using_trace = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any, Final
@@ -79,6 +80,11 @@ def problem(settings: Settings) -> str | None:
         return "the environment variable MS_JIT=0 turns compiling off; unset it"
     if settings.capture_mode == "bytecode" and sys.version_info >= (3, 12):
         return "capture_mode='bytecode' of MindSpore needs Python 3.11 or older"
+    if settings.capture_mode == "trace" and any(f.code_context is None for f in inspect.stack()):
+        return (
+            "capture_mode='trace' of MindSpore fails where a caller has no source text, as in a "
+            "program started by python -m or in an interactive session"
+        )
     return None
 
 

@@ -27,6 +27,7 @@ _KINDS: Final[tuple[tuple[str, str], ...]] = (
     (r"^Only support jit_class instance", "With"),
     (r"^issubclass\(\) arg 1 must be a class", "With"),
     (r"^The parameters number of the function is", "FirstArgument"),
+    (r"^Function \w+ needs \d+ positional argument", "PositionalOnly"),
     (r"^The name '\w+' is not defined, or not supported", "PositionalOnly"),
     (r"^Mindspore can not compile temporary source", "Source"),
     (r"^unsupported operand type\(s\) for \+: 'NoneType' and 'str'", "Source"),
@@ -103,6 +104,8 @@ def _meant(verdict: Verdict, findings: list[Finding]) -> Finding | None:
     """
     kinds = [verdict.kind, "AsyncFunctionDef"] if verdict.kind == "Lambda" else [verdict.kind]
     alike = [finding for finding in findings if finding.kind in kinds]
+    if not verdict.kind:  # what it says of code without source has no one form
+        alike = [finding for finding in findings if finding.kind == "Source"]
     for finding in alike:
         inside = finding.line <= verdict.line <= max(finding.last, verdict.last)
         if finding.file == verdict.file and inside:

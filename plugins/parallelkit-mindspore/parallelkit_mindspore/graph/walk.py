@@ -111,11 +111,11 @@ class _Walker:
     def visit(self, target: Any, *, certain: bool, given: Any = ((), {})) -> None:
         """Search what a call of `target` runs, once for each function and owner."""
         function, owner = function_of(target)
-        if isinstance(target, nn.Cell) and function is not None and _is_library(function):
+        if isinstance(target, nn.Cell) and function is not None and is_library(function):
             for cell in target.cells():  # a container or a wrapper: it calls what is inside
                 self.visit(cell, certain=certain)
             return
-        if function is None or _is_library(function) or len(self._seen) > _LIMIT:
+        if function is None or is_library(function) or len(self._seen) > _LIMIT:
             return
         key = (id(function), id(owner))
         if key in self._seen:
@@ -123,26 +123,25 @@ class _Walker:
         self._seen[key] = certain
         tree = tree_of(function)
         if tree is None:
+            if not _has_source(function):
+                self._add("Source", function.__code__.co_firstlineno, None, function, certain)
             return
         scope = _Scope(function, tree, owner, given)
         places = list(syntax.scan(tree, scope.refuses_with))
         if _first_argument_is_wrong(tree, owner):
             places.insert(0, syntax.Place("FirstArgument", tree))
         for place in places:
-            self._add(place, function, certain)
+            node = place.node
+            self._add(place.kind, node.lineno, node.end_lineno, function, certain)
         if not isinstance(tree, ast.AsyncFunctionDef):
             for callee, surely in scope.called():
                 self.visit(callee, certain=certain and surely)
 
-    def _add(self, place: syntax.Place, function: types.FunctionType, certain: bool) -> None:
-        node = place.node
-        finding = Finding(
-            kind=place.kind,
-            file=function.__code__.co_filename,
-            line=node.lineno,
-            last=node.end_lineno or node.lineno,
-            certain=certain,
-        )
+    def _add(
+        self, kind: str, line: int, last: int | None, function: types.FunctionType, certain: bool
+    ) -> None:
+        file = function.__code__.co_filename
+        finding = Finding(kind=kind, file=file, line=line, last=last or line, certain=certain)
         if finding not in self.found:
             self.found.append(finding)
 
@@ -268,6 +267,15 @@ def _first_argument_is_wrong(tree: Any, owner: Any) -> bool:
     return isinstance(owner, nn.Cell | type) and tree.args.args[0].arg != "self"
 
 
-def _is_library(function: types.FunctionType) -> bool:
+def _has_source(function: types.FunctionType) -> bool:
+    try:
+        inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return False
+    return True
+
+
+def is_library(function: types.FunctionType) -> bool:
+    """Whether a function is MindSpore's, Python's or of an installed package, not the user's."""
     file = function.__code__.co_filename
-    return file.startswith(("<", *_LIBRARIES))
+    return file.startswith(("<frozen", "<__array_function__", *_LIBRARIES))
