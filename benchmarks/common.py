@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 
 PACKAGES = (
-    *("parallelkit", "torch", "numpy", "pluggy", "attrs", "xxhash", "pyzmq"),
+    *("parallelkit", "torch", "mindspore", "numpy", "pluggy", "attrs", "xxhash", "pyzmq"),
     *("accelerate", "lightning-fabric"),
 )
 

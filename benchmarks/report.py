@@ -150,6 +150,20 @@ def shm_tables(result: Result) -> list[str]:
     ]
 
 
+def mindspore_weights_tables(result: Result) -> list[str]:
+    columns = (
+        *("size", "kind", "tensors", "verify", "update ms", "low ms", "high ms", "GB/s"),
+        *("memcpy ms", "of memcpy", "times broadcast", "phases"),
+    )
+    peer = result["parameters"]["broadcast"]
+    names = [name for name in peer if name != "cores busy before"]
+    return [
+        markdown(columns, result["rows"]),
+        "MindSpore's own broadcast, in the same run:",
+        markdown(names, [peer]),
+    ]
+
+
 def _named(row: Row) -> Row:
     """A row's phases under names that are no column's: there is a phase `verify`, too."""
     return {f"{name} ms": value for name, value in row["phases ms"].items()}
@@ -166,6 +180,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "step": step_tables,
     "start": start_tables,
     "shm": shm_tables,
+    "mindspore_weights": mindspore_weights_tables,
 }
 
 

@@ -30,6 +30,8 @@ ROWS = {
     "plan": {"ranks", "what", "ms", "low ms", "high ms"},
     "shm": {"size", "kind", "tensors", "nbytes", "verify", "aliased", "update ms", "of memcpy"}
     | {"times pickle", "phases ms"},
+    "mindspore_weights": {"size", "kind", "tensors", "nbytes", "verify", "update ms", "of memcpy"}
+    | {"times broadcast", "phases ms"},
 }
 
 
