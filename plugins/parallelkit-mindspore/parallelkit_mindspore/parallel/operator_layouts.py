@@ -152,6 +152,18 @@ def _first(cell: nn.Cell, name: str) -> str:
 
 
 def _said(strategy: Any) -> str:
+    """Degrees as they are; of MindSpore's layouts the names of each dim's axes."""
     if all(isinstance(row, tuple) for row in strategy):
         return repr(strategy)
-    return ", ".join(str(row.to_dict()["alias_name"]) for row in strategy)
+    return ", ".join(repr(_aliases(row.to_dict())) for row in strategy)
+
+
+def _aliases(layout: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = layout["alias_name"]
+
+    def name(digit: Any) -> Any:
+        if isinstance(digit, tuple):
+            return tuple(map(name, digit))
+        return names[len(names) - 1 - digit] if digit >= 0 else "None"
+
+    return tuple(map(name, layout["tensor_map"]))
