@@ -516,6 +516,15 @@ class MethodNoSelf(nn.Cell):
         return self.helped(x)
 
 
+class ClassMethod(nn.Cell):
+    @classmethod  # break: method whose first argument is not self
+    def helped(cls, x: Any) -> Any:
+        return x * 3
+
+    def construct(self, x: Any) -> Any:
+        return self.helped(x)
+
+
 class BadProperty(nn.Cell):
     @property
     def k(self) -> Any:
