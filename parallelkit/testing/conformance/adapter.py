@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import attrs
 import numpy as np
 
 from parallelkit.errors import PluginContractError
 from parallelkit.loader import PluginManager
 from parallelkit.protocols import ParallelContext
+from parallelkit.testing.conformance.planted import Planted
 
 Array = np.ndarray[Any, Any]
 Tensor = Any
-
-
-@attrs.frozen(kw_only=True)
-class Planted:
-    """A function that cannot become one graph, and where it cannot.
-
-    Attributes:
-        function: of one tensor; it runs eagerly.
-        file, line: place of the construct.
-        construct: a word that `check_graph` must use for it.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    file: str
-    line: int
-    construct: str
 
 
 @runtime_checkable
@@ -62,7 +46,7 @@ class Adapter(Protocol):
 
     @property
     def model_dtypes(self) -> tuple[str, ...]:
-        """dtypes that its models can have: float32, and at least one more."""
+        """dtypes that its models can have, float32 and float64 among them."""
 
     @property
     def graph_options(self) -> Mapping[str, Any]:
@@ -82,7 +66,7 @@ class Adapter(Protocol):
     # --- models: parameters have the names and shapes of the arrays given
 
     def mlp(self, weights: Mapping[str, Array], dtype: str = "float32") -> Any:
-        """Make `tanh` between two linear layers, `first` and `second`, as `reference.MLP` is."""
+        """Make linear layers `first` and `second`, `max(x, 0)` between them: `reference.MLP`."""
 
     def scale(self, value: float) -> Any:
         """Make a model with one scalar float32 parameter `weight` that gives `weight * x`."""
@@ -102,7 +86,7 @@ class Adapter(Protocol):
     def gradients(self, context: ParallelContext, model: Any) -> dict[str, Array]:
         """Copy the gradients of the train steps since the last `apply_gradients`, by plain name.
 
-        Empty where there are none.
+        Where there was no step they are left out, or zero.
         """
 
     def set_parameter(self, model: Any, name: str, values: Array) -> None:
@@ -126,7 +110,7 @@ class Adapter(Protocol):
         """Whatever an execution mode's block changes, as a comparable value."""
 
     def planted(self) -> Planted:
-        """A function that graph mode cannot take whole."""
+        """A function that graph mode cannot take whole; see `planted`."""
 
 
 def load(reference: str) -> Adapter:

@@ -15,7 +15,7 @@ from parallelkit.testing.conformance.parts import Case, Parts, main, raises
 
 #: How long the others wait for the last rank, and for how long it stays away.
 PATIENCE_SECONDS: Final = 2.0
-AWAY_SECONDS: Final = 6.0
+AWAY_SECONDS: Final = 8.0
 
 PARTS: Final = Parts()
 
@@ -26,11 +26,21 @@ def missing_rank(case: Case) -> None:
     if case.rank == case.last:
         time.sleep(AWAY_SECONDS)
         return
+    together(case, case.last)
     began = time.monotonic()
     error = raises(RendezvousTimeoutError, lambda: open_group(case, timeout=PATIENCE_SECONDS))
     assert error.missing == (case.last,), f"missing is {error.missing}: {error}"
     assert time.monotonic() - began < PATIENCE_SECONDS + 30
     raises(NotInitializedError, pk.current_group)
+
+
+def together(case: Case, ranks: int, seconds: float = 120.0) -> None:
+    """Wait until that many ranks are here: they need not start equally fast."""
+    (case.folder / f"here.{case.rank}").touch()
+    deadline = time.monotonic() + seconds
+    while len(list(case.folder.glob("here.*"))) < ranks:
+        assert time.monotonic() < deadline, "the ranks did not all start"
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

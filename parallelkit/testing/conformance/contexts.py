@@ -28,9 +28,12 @@ from parallelkit.testing.conformance.groups import open_group
 from parallelkit.testing.conformance.parts import Case, Parts, all_close, close, main, raises
 from parallelkit.testing.conformance.reference import mean_output, mean_squares, sum_squares
 
-#: float32 against float64 over a few small layers.
+#: A float32 model against the reference.
 TOLERANCE: Final = 2e-6
-LR, MOMENTUM = 0.1, 0.9
+#: A float64 model against it; an optimiser may still compute in float32.
+FINE: Final = 1e-7
+#: Exact in float32, which some optimisers keep them in.
+LR, MOMENTUM = 0.125, 0.875
 DATA: Final = ("context.data", "axis.data")
 
 PARTS: Final = Parts()
@@ -91,14 +94,14 @@ def facts(case: Case) -> None:
 def mean_and_sum(case: Case) -> None:
     """Gradients of 1 on rank 0 and 4 elsewhere: their mean unless their sum is asked for."""
     by_rank = [1.0] + [4.0] * (case.world - 1)
-    mean = ("mean", np.mean(by_rank))
-    cases = (({}, *mean), ({"reduce": "mean"}, *mean), ({"reduce": "sum"}, "sum", sum(by_rank)))
-    for given, reduce, expected in cases:
+    values = {"mean": np.mean(by_rank), "sum": np.sum(by_rank)}
+    for given in ({}, {"reduce": "mean"}, {"reduce": "sum"}):
+        reduce = given.get("reduce", "mean")
         with context_of(case, **given) as context:
             model = context.parallelize(case.adapter.scale(0.0))
             context.train_step(model, case.tensor([by_rank[case.rank]]), None, loss=mean_output)
             found = case.adapter.gradients(context, model)
-            assert float(found["weight"]) == expected, f"{reduce}: {found}"
+            assert float(found["weight"]) == values[reduce], f"{reduce}: {found}"
             assert reduce in context.explain()
             del model
 
@@ -106,24 +109,29 @@ def mean_and_sum(case: Case) -> None:
 @PARTS.part(needs=DATA)
 def steps_of_the_full_batch(case: Case) -> None:
     """Some steps with momentum are those of one process with all items; rank 0's values win."""
-    for reduce, factor in (("mean", 1.0), ("sum", float(case.world))):
+    for reduce, factor, dtype, tolerance in (
+        ("mean", 1.0, "float32", TOLERANCE),
+        ("mean", 1.0, "float64", FINE),
+        ("sum", float(case.world), "float64", FINE),
+    ):
         expected = reference.MLP(reference.mlp_weights())
         with context_of(case, reduce=reduce) as context:
-            model = context.parallelize(case.adapter.mlp(reference.mlp_weights(seed=case.rank)))
+            different = case.adapter.mlp(reference.mlp_weights(seed=case.rank), dtype)
+            model = context.parallelize(different)
             all_close(case.adapter.parameters(model), expected.weights, 0)
             optimizer = case.adapter.momentum(model, LR, MOMENTUM)
-            assert case.adapter.gradients(context, model) == {}
+            assert no_gradients(case, context, model)
             for step in range(3):
-                mine, whole = batches(case, seed=step)
+                mine, whole = batches(case, seed=step, dtype=dtype)
                 loss = context.train_step(model, *mine, loss=mean_squares)
-                close(mean_over_ranks(case, loss), expected.loss(*whole), TOLERANCE, "loss")
+                close(mean_over_ranks(case, loss), expected.loss(*whole), tolerance, "loss")
                 gradients = expected.gradients(*whole)
-                all_close(case.adapter.gradients(context, model), gradients, TOLERANCE, factor)
+                all_close(case.adapter.gradients(context, model), gradients, tolerance, factor)
                 context.apply_gradients(model, optimizer)
-                assert case.adapter.gradients(context, model) == {}
+                assert no_gradients(case, context, model)
                 expected.step({n: factor * g for n, g in gradients.items()}, LR, MOMENTUM)
-                all_close(case.adapter.parameters(model), expected.weights, 10 * TOLERANCE)
-            del model, optimizer
+                all_close(case.adapter.parameters(model), expected.weights, 10 * tolerance)
+            del different, model, optimizer
 
 
 @PARTS.part(needs=DATA)
@@ -135,7 +143,7 @@ def microbatches_and_evaluation(case: Case) -> None:
         mine, whole = batches(case)
         loss = context.train_step(model, *mine, loss=mean_squares, backward=False)
         close(mean_over_ranks(case, loss), expected.loss(*whole), TOLERANCE)
-        assert case.adapter.gradients(context, model) == {}
+        assert no_gradients(case, context, model)
         loss = context.train_step(model, *mine, loss=mean_squares, microbatches=2)
         close(mean_over_ranks(case, loss), expected.loss(*whole), TOLERANCE)
         all_close(case.adapter.gradients(context, model), expected.gradients(*whole), TOLERANCE)
@@ -368,12 +376,18 @@ def fresh(case: Case, context: ParallelContext, seed: int) -> tuple[Any, Any]:
 
 
 def batches(
-    case: Case, seed: int = 1, each: int = 4
+    case: Case, seed: int = 1, each: int = 4, dtype: str = "float32"
 ) -> tuple[tuple[Any, Any], tuple[reference.Array, reference.Array]]:
     """This rank's part of a batch as tensors, and the whole of it as arrays."""
     inputs, targets = reference.batch(each * case.world, seed)
     part = slice(each * case.rank, each * (case.rank + 1))
-    return (case.tensor(inputs[part]), case.tensor(targets[part])), (inputs, targets)
+    mine = (case.tensor(inputs[part], dtype), case.tensor(targets[part], dtype))
+    return mine, (inputs, targets)
+
+
+def no_gradients(case: Case, context: ParallelContext, model: Any) -> bool:
+    """Whether all gradients are absent or zero."""
+    return not any(np.any(g) for g in case.adapter.gradients(context, model).values())
 
 
 def number(case: Case, tensor: Any) -> float:

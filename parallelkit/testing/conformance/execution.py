@@ -11,6 +11,7 @@ import parallelkit as pk
 from parallelkit.errors import ExecutionModeError, FunctionFailedError, UnsupportedFeatureError
 from parallelkit.protocols import ExecutionMode
 from parallelkit.testing.conformance import reference
+from parallelkit.testing.conformance.contexts import LR, MOMENTUM
 from parallelkit.testing.conformance.groups import open_group
 from parallelkit.testing.conformance.parts import (
     Case,
@@ -157,7 +158,7 @@ def training_is_the_same(case: Case) -> None:
             expected = reference.MLP(reference.mlp_weights())
             context = pk.parallel_context("standalone")
             model = context.parallelize(case.adapter.mlp(reference.mlp_weights()))
-            optimizer = case.adapter.momentum(model, 0.1, 0.9)
+            optimizer = case.adapter.momentum(model, LR, MOMENTUM)
             modes = {"eager": mode(case, "eager"), "graph": graph(case)}
             ready = {name: modes[name].compile(model) for name in sorted(set(turns))}
             inputs, targets = reference.batch(4)
@@ -171,7 +172,7 @@ def training_is_the_same(case: Case) -> None:
                     )
                     context.apply_gradients(ready[turn], optimizer)
                 close(case.adapter.array(loss), expected.loss(inputs, targets), TOLERANCE)
-                expected.step(expected.gradients(inputs, targets), 0.1, 0.9)
+                expected.step(expected.gradients(inputs, targets), LR, MOMENTUM)
             all_close(case.adapter.parameters(model), expected.weights, 10 * TOLERANCE)
             context.reset()
             del model, optimizer, ready

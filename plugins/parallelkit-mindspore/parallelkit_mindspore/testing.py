@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Final
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn
+from mindspore import mint, nn, ops
 
 from parallelkit.protocols import ParallelContext
-from parallelkit.testing.conformance.adapter import Array, Planted
+from parallelkit.testing.conformance.adapter import Array
+from parallelkit.testing.conformance.planted import Planted, tries
 from parallelkit_mindspore import names, tensors
 
 #: dtypes that NumPy has no counterpart of.
@@ -18,7 +19,7 @@ _WIDE: Final = ("bfloat16",)
 
 
 class MLP(nn.Cell):  # type: ignore[misc]
-    """`tanh` between two linear layers."""
+    """`max(x, 0)` between two linear layers."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class MLP(nn.Cell):  # type: ignore[misc]
         self.second = mint.nn.Linear(8, 3, dtype=dtype)
 
     def construct(self, x: Any) -> Any:
-        return self.second(mint.tanh(self.first(x)))
+        return self.second(mint.nn.functional.relu(self.first(x)))
 
 
 class Scale(nn.Cell):  # type: ignore[misc]
@@ -54,15 +55,6 @@ class Tied(nn.Cell):  # type: ignore[misc]
         return self.head(self.body(self.embed(ids)))
 
 
-def planted(x: Any) -> Any:
-    """Try something in the middle, which no graph can."""
-    y = x + 1
-    try:
-        return y * 2
-    except ValueError:
-        return y
-
-
 class MindSporeAdapter:
     """An `Adapter` for MindSpore on the CPU."""
 
@@ -73,7 +65,7 @@ class MindSporeAdapter:
         "float16", "bfloat16", "float32", "float64",
     }  # fmt: skip
     moved = reduced | {"bool", "int16", "complex64"}
-    model_dtypes = ("float32", "bfloat16")
+    model_dtypes = ("float32", "bfloat16", "float64")
     graph_options: Mapping[str, Any] = {}
 
     def tensor(self, values: Array, dtype: str) -> Any:
@@ -132,14 +124,13 @@ class MindSporeAdapter:
         return [int(number) for number in column.asnumpy().flatten()]
 
     def draw(self) -> float:
-        return float(mint.rand(1).asnumpy()[0])
+        return float(ops.rand(1).asnumpy()[0])
 
     def global_mode(self) -> int:
         return int(ms.get_context("mode"))
 
     def planted(self) -> Planted:
-        line = planted.__code__.co_firstlineno + 3
-        return Planted(function=planted, file=__file__, line=line, construct="try")
+        return tries
 
     def _filled(self, model: nn.Cell, weights: Mapping[str, Array]) -> nn.Cell:
         for name, values in weights.items():

@@ -10,21 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from parallelkit.protocols import ParallelContext
-from parallelkit.testing.conformance.adapter import Array, Planted
+from parallelkit.testing.conformance.adapter import Array
+from parallelkit.testing.conformance.planted import Planted, prints
 from parallelkit_torch import names
 
 _WIDE: Final = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 class MLP(nn.Module):
-    """`tanh` between two linear layers."""
+    """`max(x, 0)` between two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second(torch.tanh(self.first(x)))
+        output: Tensor = self.second(torch.relu(self.first(x)))
         return output
 
 
@@ -67,13 +68,6 @@ class Numbers(torch.utils.data.Dataset[Tensor]):
         return torch.tensor(index)
 
 
-def planted(x: Tensor) -> Tensor:
-    """Print in the middle, which no graph can."""
-    y = x + 1
-    print("here")
-    return y * 2
-
-
 class TorchAdapter:
     """An `Adapter` for torch on the CPU."""
 
@@ -84,7 +78,7 @@ class TorchAdapter:
         "float16", "bfloat16", "float32", "float64",
     }  # fmt: skip
     moved = reduced | {"bool", "int16", "complex64", "float8_e4m3fn"}
-    model_dtypes = ("float32", "bfloat16")
+    model_dtypes = ("float32", "bfloat16", "float64")
     graph_options: Mapping[str, Any] = {"backend": "aot_eager"}
 
     def tensor(self, values: Array, dtype: str) -> Tensor:
@@ -138,8 +132,7 @@ class TorchAdapter:
         return str(torch._dynamo.eval_frame._stance.stance)
 
     def planted(self) -> Planted:
-        line = planted.__code__.co_firstlineno + 3
-        return Planted(function=planted, file=__file__, line=line, construct="print")
+        return prints
 
 
 def _filled(model: nn.Module, weights: Mapping[str, Array]) -> nn.Module:
