@@ -6,7 +6,9 @@ What it answers is what MindSpore's documentation and source say; no device ever
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import sys
 import types
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any, Final
 
 import mindspore as real
 import msgspec
+import parallelkit_mindspore
 import pytest
 from parallelkit_mindspore import life, native, rendezvous
 
@@ -31,6 +34,12 @@ WATCHED: Final = (
     "RANK_TABLE_FILE",
 )
 DEFAULTS: Final = {"parallel_mode": "stand_alone", "device_num": 1, "global_rank": 0}
+
+
+# All modules of the plugin get the real MindSpore: one that came first while the recorder stands
+# there would keep it for other tests.
+for _found in pkgutil.walk_packages(parallelkit_mindspore.__path__, "parallelkit_mindspore."):
+    importlib.import_module(_found.name)
 
 
 class Recorder:
