@@ -79,8 +79,8 @@ def elements(tensor: Any) -> Elements:
     Valid as long as the tensor lives and its `data_ptr()` stays.
     """
     where = span("", tensor)
-    memory = (ctypes.c_char * (where.end - where.start)).from_address(where.start)
-    return np.ndarray(where.shape, f"V{where.item}", buffer=memory, strides=where.steps)
+    memory = memoryview((ctypes.c_char * (where.end - where.start)).from_address(where.start))
+    return np.ndarray(where.shape, f"V{where.item}", buffer=memory.cast("B"), strides=where.steps)
 
 
 def copy_out(tensor: Any) -> memoryview:

@@ -45,7 +45,7 @@ def dtype_of(name: str) -> Any:
 
 def nbytes(tensor: Any) -> int:
     """Bytes of the elements."""
-    return math.prod(tensor.shape) * int(tensor.itemsize)
+    return int(math.prod(tensor.shape)) * int(tensor.itemsize)
 
 
 def live_bytes(tensor: Any) -> memoryview | None:
