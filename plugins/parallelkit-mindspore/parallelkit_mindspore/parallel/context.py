@@ -17,12 +17,12 @@ from parallelkit_mindspore import runtime
 from parallelkit_mindspore.parallel import gradients as grads
 from parallelkit_mindspore.parallel import step, trees
 from parallelkit_mindspore.parallel.axes import DATA, AxisGroups, is_world
-from parallelkit_mindspore.parallel.existing import refuse_steps
+from parallelkit_mindspore.parallel.existing import refuse_steps, retire_steps
 from parallelkit_mindspore.parallel.explain import described
 from parallelkit_mindspore.parallel.recipe import Recipe, Spread
 from parallelkit_mindspore.parallel.seeding import seed_all
 from parallelkit_mindspore.parallel.settings import Settings
-from parallelkit_mindspore.parallel.settings_native import NativeSettings
+from parallelkit_mindspore.parallel.settings_native import NativeSettings, in_force
 
 
 class MindSporeParallelContext:
@@ -321,7 +321,7 @@ class MindSporeParallelContext:
             dataset: a MindSpore dataset, or items by index; the same on every rank.
             batch_size: items in a batch of this data part; default 1.
             mode: `"pad"`, `"drop"` or `"uneven"`; see `parallelkit.data.shard_indices`.
-            shuffle: permute by `seed` and epoch; call `loader.set_epoch` each epoch.
+            shuffle: permute by `seed` and epoch; None: as the data set does.
             options: as `parallelkit_mindspore.loader.make_loader` has them.
 
         Raises:
@@ -335,7 +335,7 @@ class MindSporeParallelContext:
             count=self.plan.data_shard_count,
             batch_size=batch_size,
             mode=mode,
-            shuffle=bool(shuffle),
+            shuffle=shuffle,
             seed=seed,
             **options,
         )
@@ -420,11 +420,13 @@ class MindSporeParallelContext:
     def reset(self) -> None:
         """Forget the models, and put MindSpore's settings back to what they were.
 
-        Harmless when repeated. Steps that were built under the context keep what they read.
+        Harmless when repeated. Steps that were built under it keep what they read.
         """
         runtime.own("reset")
         self._models.clear()
         self._native.restore()
+        if not in_force():
+            retire_steps()
 
     def explain(self) -> str:
         """Say what runs, why, and what was done to each model, in order."""
@@ -432,8 +434,6 @@ class MindSporeParallelContext:
         for model, spread in self._models.items():
             lines += [f"{type(model).__name__} {n}: {s}" for n, s in enumerate(spread.done, 1)]
         return "\n".join(lines)
-
-    # --- inner parts
 
     def _spread(self, model: Any) -> Spread:
         found = self._models.get(model) if isinstance(model, nn.Cell) else None

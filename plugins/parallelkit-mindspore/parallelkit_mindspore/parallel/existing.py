@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 import mindspore as ms
 from mindspore import nn
 from mindspore.train import Model
 
 from parallelkit.errors import ContextOrderError
+
+_STEPS: Final = (nn.TrainOneStepCell, Model, nn.DistributedGradReducer)
+_retired: WeakSet[Any] = WeakSet()
 
 
 def refuse_steps(values: Mapping[str, Any], *, like: Collection[str] = ()) -> None:
@@ -38,8 +42,18 @@ def refuse_steps(values: Mapping[str, Any], *, like: Collection[str] = ()) -> No
         raise ContextOrderError(
             f"{'; '.join(dict.fromkeys(found))}. MindSpore reads this once, when a step is built, "
             f"so these would not follow the context ({wanted}) and the ranks would train apart "
-            "unnoticed. Call parallel_context before you build them, or delete them first"
+            "unnoticed. Call parallel_context before you build them, or delete them first; if they "
+            "were built under another context that is done with, call its reset()"
         )
+
+
+def retire_steps() -> None:
+    """Let the steps that live now be: every context that they were built under is done with.
+
+    MindSpore keeps what it has compiled, long after the user has let go of it.
+    """
+    for step in _living(_STEPS):
+        _retired.add(step)
 
 
 def refuse_optimizers(parameters: Collection[Any]) -> None:
@@ -77,10 +91,9 @@ def _living(kinds: tuple[type, ...]) -> Iterator[Any]:
 
 
 def _differing(values: Mapping[str, Any], like: Collection[str]) -> Iterator[str]:
-    inner: set[int] = set()
-    for thing in _living((nn.TrainOneStepCell, Model, nn.DistributedGradReducer)):
-        if isinstance(thing, nn.TrainOneStepCell):
-            inner.add(id(thing.grad_reducer))
+    found = [step for step in _living(_STEPS) if step not in _retired]
+    inner = {id(step.grad_reducer) for step in found if isinstance(step, nn.TrainOneStepCell)}
+    for thing in found:
         read = _read(thing)
         if read.get("parallel_mode") in like:
             del read["parallel_mode"]

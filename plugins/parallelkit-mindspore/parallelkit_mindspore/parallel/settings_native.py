@@ -65,15 +65,19 @@ class NativeSettings:
         self.values = dict(values)
 
     def apply(self) -> None:
-        """Put this layer in force, on top of the user's settings and in place of older layers."""
+        """Put this layer in force, on top of the user's settings and in place of older layers.
+
+        One without values leaves everything alone.
+        """
         global _users
+        if not self.values:
+            return
         if not _layers:
             _users = snapshot()
         else:
             _back_to(_users)
         _layers.append(self)
-        if self.values:
-            runtime.mindspore("parallel_context").set_auto_parallel_context(**self.values)
+        runtime.mindspore("parallel_context").set_auto_parallel_context(**self.values)
 
     def restore(self) -> None:
         """Take this layer off: the one below is in force again, or what the user had set.
@@ -87,9 +91,13 @@ class NativeSettings:
         if not newest:
             return
         _back_to(_users)
-        if _layers and _layers[-1].values:
-            ms = runtime.mindspore("parallel_context")
-            ms.set_auto_parallel_context(**_layers[-1].values)
+        if _layers:
+            runtime.mindspore("parallel_context").set_auto_parallel_context(**_layers[-1].values)
+
+
+def in_force() -> bool:
+    """Whether settings of a context are in force, and not the user's own alone."""
+    return bool(_layers)
 
 
 @contextmanager

@@ -1,0 +1,134 @@
+"""Patterns and styles for cells, and what cannot be divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import mint, nn
+from parallelkit_mindspore.parallel.divided import part_of
+from parallelkit_mindspore.parallel.fused import fused
+from parallelkit_mindspore.parallel.layouts import cells, check, resolve
+
+from parallelkit.errors import LayoutError, UnsupportedFeatureError
+
+
+class Block(nn.Cell):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Dense(4, 8)
+        self.down = nn.Dense(8, 4)
+
+
+class Net(nn.Cell):  # type: ignore[misc]
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.CellList([Block(), Block()])
+        self.norm = nn.LayerNorm((4,))
+        self.head = nn.Dense(4, 6, **options)
+
+
+def test_patterns() -> None:
+    found = cells(Net())
+    styles = resolve({"layers.*.up": "colwise", "**.down": "rowwise", "head": "replicate"}, found)
+    assert styles == {
+        "layers.0.up": "colwise",
+        "layers.0.down": "rowwise",
+        "layers.1.up": "colwise",
+        "layers.1.down": "rowwise",
+    }
+    exact = resolve({"layers.*.up": "colwise", "layers.1.up": "replicate"}, found)
+    assert exact == {"layers.0.up": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "match"),
+    [
+        ({"layers.*.upp": "colwise"}, r"fits no cell of the model; the nearest are 'layers.\*.up'"),
+        ({"xyz": "colwise"}, "it has 'embed', 'layers.*.up'"),
+        ({"head": "colwize"}, "did you mean 'colwise'"),
+        ({"head": "sequence"}, "a style of the mindspore plugin is"),
+        ({3: "colwise"}, "a pattern is a string"),
+        ({"norm": "colwise"}, "is a LayerNorm; 'colwise' is for"),
+        ({"head": "replicate"}, "divide nothing; the model has"),
+        ({"layers.*.up": "colwise", "layers.0.*": "rowwise", "layers.?.up": "rowwise"}, "two"),
+    ],
+)
+def test_layouts_that_are_wrong(layouts: Any, match: str) -> None:
+    with pytest.raises(LayoutError, match=match):
+        resolve(layouts, cells(Net()))
+
+
+@pytest.mark.parametrize(
+    ("style", "degree", "match"),
+    [
+        ({"head": "colwise"}, 4, "its 6 outputs do not divide by tensor=4; it can be 2, 3, 6"),
+        ({"head": "rowwise"}, 3, "its 4 inputs do not divide by tensor=3"),
+        ({"embed": "rowwise"}, 4, "its 10 rows do not"),
+        ({"embed": "colwise"}, 3, "its 4 columns do not"),
+    ],
+)
+def test_sizes_that_do_not_divide(style: dict[str, str], degree: int, match: str) -> None:
+    with pytest.raises(LayoutError, match=match):
+        check(Net(), style, degree)
+
+
+def test_what_a_part_could_not_keep() -> None:
+    with pytest.raises(LayoutError, match="activation Softmax, which needs all outputs"):
+        check(Net(activation="softmax"), {"head": "colwise"}, 2)
+    check(Net(activation="softmax"), {"head": "colwise_gather"}, 2)
+    check(Net(activation="relu"), {"head": "colwise"}, 2)
+    one_hot = nn.SequentialCell(nn.Embedding(4, 4, use_one_hot=True))
+    with pytest.raises(LayoutError, match="use_one_hot"):
+        check(one_hot, {"0": "rowwise"}, 2)
+    padded = nn.SequentialCell(mint.nn.Embedding(4, 4, padding_idx=0))
+    with pytest.raises(LayoutError, match="padding_idx=0"):
+        check(padded, {"0": "rowwise"}, 2)
+
+
+def test_tied_weights_are_not_divided() -> None:
+    model = nn.SequentialCell(nn.Dense(4, 4, has_bias=False), nn.Dense(4, 4, has_bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(LayoutError, match=r"is also '1.weight'; tied"):
+        check(model, {"0": "colwise"}, 2)
+
+
+def test_no_reducer_takes_a_divided_parameter() -> None:
+    whole = ms.Parameter(ms.Tensor(np.arange(8).reshape(4, 2).astype(np.float32)), name="w")
+    part = part_of(whole, 0, 1, 2)
+    np.testing.assert_array_equal(part.asnumpy(), [[4, 5], [6, 7]])
+    assert (part.name, part.requires_grad) == ("w", True)
+    optimizer = nn.Momentum([part], 0.1, 0.9)
+    optimizer((ms.Tensor(np.ones((2, 2), np.float32)),))
+    np.testing.assert_allclose(part.asnumpy()[0], [3.9, 4.9], atol=1e-6)
+    with pytest.raises(UnsupportedFeatureError, match="context.grad_reducer"):
+        nn.DistributedGradReducer([part], degree=2)
+
+
+@pytest.mark.parametrize("limit", [1, 20, 1 << 20])
+def test_fused_buffers(limit: int) -> None:
+    sizes: list[int] = []
+
+    def double(flat: Any) -> Any:
+        assert flat.ndim == 1
+        sizes.append(flat.size)
+        return flat + flat
+
+    given = [
+        ms.Tensor(np.arange(6).reshape(2, 3).astype(np.float32)),
+        ms.Tensor(np.arange(3).astype(np.int32)),
+        ms.Tensor(np.zeros((0, 2), np.float32)),
+        ms.Tensor(np.float32(5)),
+        ms.Tensor(np.arange(2).astype(np.float32)),
+    ]
+    found = fused(given, double, limit=limit)
+    for before, after in zip(given, found, strict=True):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        np.testing.assert_array_equal(after.asnumpy(), 2 * before.asnumpy())
+    assert len(sizes) == {1: 4, 20: 3, 1 << 20: 2}[limit]
+    kept = given[0].copy()
+    kept.copy_(found[0])  # a copy, no view into a buffer
+    np.testing.assert_array_equal(kept.asnumpy(), found[0].asnumpy())
