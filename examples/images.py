@@ -1,4 +1,4 @@
-"""Images to learn from: a folder of them, or scikit-learn's handwritten digits."""
+"""Images to learn from, for any framework: a folder of them, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
-from torch.utils.data import Dataset
 
 #: Of ImageNet's pixels, by channel, as torchvision's weights expect them.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -18,15 +14,18 @@ SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 ASIDE = 5
 
 
-class Images(Dataset[tuple[Tensor, int]]):
+class Images:
     """What the training script needs to know of a data set, besides its items.
 
-    An item is (image [3, size, size] float32, label).
+    An item is (image [3, size, size] float32, label), of NumPy.
     """
 
     classes: list[str]
 
     def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         raise NotImplementedError
 
 
@@ -39,17 +38,17 @@ class Digits(Images):
         bunch = load_digits()
         chosen = aside(len(bunch.target)) != train
         self.classes = [str(name) for name in bunch.target_names]
-        pixels = torch.from_numpy(bunch.images[chosen]).float()[:, None]
+        pixels = bunch.images[chosen]
         self._pixels = (pixels - pixels.mean()) / pixels.std()
-        self._labels = bunch.target[chosen].tolist()
-        self._size = size
+        self._labels = bunch.target[chosen].astype(np.int64)
+        self._between = between(8, size)
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = F.interpolate(self._pixels[index, None], size=self._size, mode="bilinear")
-        return image[0].expand(3, -1, -1), self._labels[index]
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        image = self._between @ self._pixels[index] @ self._between.T
+        return np.repeat(image.astype(np.float32)[None], 3, axis=0), self._labels[index]
 
 
 class Folder(Images):
@@ -89,16 +88,35 @@ class Folder(Images):
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         path, label = self._files[index]
         with self._open(path) as opened:
             image = opened.convert("RGB")
         box = random_box(image.size) if self._train else middle_box(image.size)
         pixels = np.asarray(image.resize((self._size, self._size), box=box), np.float32) / 255
         scaled = (pixels - np.array(MEAN, np.float32)) / np.array(DEVIATION, np.float32)
-        tensor = torch.from_numpy(scaled).permute(2, 0, 1)
-        flip = self._train and bool(torch.rand(()) < 0.5)
-        return (tensor.flip(-1) if flip else tensor).contiguous(), label
+        if self._train and np.random.rand() < 0.5:
+            scaled = scaled[:, ::-1]
+        return np.ascontiguousarray(scaled.transpose(2, 0, 1)), np.int64(label)
+
+
+class Filled(Images):
+    """A data set made longer, to a multiple of `parts`, by images of the label -1.
+
+    Each part of it gets equally many, and each image is in one part.
+    """
+
+    def __init__(self, images: Images, parts: int) -> None:
+        self.classes = images.classes
+        self._images, self._length = images, -(-len(images) // parts) * parts
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if index < len(self._images):
+            return self._images[index]
+        return self._images[0][0], np.int64(-1)
 
 
 def open_images(data: str, size: int, *, train: bool) -> Images:
@@ -116,11 +134,17 @@ def aside(count: int) -> Any:
     return marks
 
 
+def between(few: int, many: int) -> Any:
+    """Return a matrix [many, few] that draws out a row of pixels, linearly between middles."""
+    places = np.clip((np.arange(many) + 0.5) * few / many - 0.5, 0, few - 1)
+    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(few)))
+
+
 def random_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
     """Choose a part of an image of `size`: 8 to 100 % of its area, 3:4 to 4:3, inside."""
     width, height = size
     for _ in range(10):
-        share, shape, x, y = torch.rand(4).tolist()
+        share, shape, x, y = np.random.rand(4)
         area = width * height * (0.08 + 0.92 * share)
         ratio = (3 / 4) ** (1 - 2 * shape)
         w, h = (area * ratio) ** 0.5, (area / ratio) ** 0.5

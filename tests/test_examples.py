@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,19 @@ SMALL = ("--hidden", "32", "--layers", "2", "--length", "32", "--batch", "8")
 #: A curve of the language model is the same under every plan but for rounding.
 CLOSE = 2e-4
 
+#: A ResNet whose steps are cheap, and calm enough to compare frameworks by.
+CALM = ("--blocks", "1,1,1,1", "--width", 16, "--norm", "group", "--size", 32, "--every", 1)
+
 pytestmark = pytest.mark.ranks
+needs_mindspore = pytest.mark.skipif(
+    importlib.util.find_spec("mindspore") is None, reason="MindSpore is not installed"
+)
 
 
 def run(script: str, *args: object, ranks: int = 1) -> str:
     """Run an example on ranks of this host and return what rank 0 wrote."""
     argv = [sys.executable, "-W", "error", str(FOLDER / script), *map(str, args)]
-    results = spawn_ranks(argv, ranks, timeout=300, env={"OMP_NUM_THREADS": "1"})
+    results = spawn_ranks(argv, ranks, timeout=300, env={"OMP_NUM_THREADS": "1", "GLOG_v": "3"})
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stderr[-4000:]}"
     assert not any(result.stdout for result in results[1:]), "ranks other than 0 wrote"
@@ -159,10 +167,48 @@ def test_resnet_on_a_folder_of_images(tmp_path: Path):
     assert re.search(r"epoch 0, step 3: .* of 3 images", output), output
 
 
-def test_the_resnet_example_takes_ten_lines_of_parallelkit():
+def test_the_resnet_example_takes_fourteen_lines_of_parallelkit():
     lines = (FOLDER / "train_resnet.py").read_text().splitlines()
     ours = [x for x in lines if re.search(r"import parallelkit|pk\.[a-z]|context\.\w+\(", x)]
-    assert len(ours) == 10, ours
+    assert len(ours) == 14, ours  # of both frameworks
+
+
+@needs_mindspore
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_resnet_takes_the_same_steps_in_both_frameworks(ranks: int, tmp_path: Path):
+    """By parallelkit's loop in both, and by MindSpore's own `Model`, from torch's weights."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    mindspore = ("--framework", "mindspore", "--take")
+    runs = (
+        ("--give", first),
+        (*mindspore, first, "--give", second),
+        (*mindspore, second, "--api", "model", "--sink", "--mode", "graph"),
+    )
+
+    def start(options: tuple[object, ...]) -> str:
+        return run("train_resnet.py", *CALM, "--steps", 20, *options, ranks=ranks)
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        outputs = list(pool.map(start, runs))
+    torch_s, *others = [
+        [float(loss) for loss in re.findall(r"^  step \d+: loss ([\d.]+)$", output, re.MULTILINE)]
+        for output in outputs
+    ]
+    assert len(torch_s) == 20
+    assert len(set(torch_s)) == 20
+    for losses in others:
+        assert losses == pytest.approx(torch_s, abs=1e-3)
+    for output in outputs[1:]:
+        kind = "data" if ranks > 1 else "standalone"
+        assert f"mode 'auto', effective '{kind}'" in output
+        assert "MindSpore compiles modes 'semi_auto' and 'auto' for Ascend and GPU only" in output
+
+
+def test_the_model_api_is_mindspore_s():
+    argv = [sys.executable, str(FOLDER / "train_resnet.py"), "--api", "model"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "--api model is MindSpore's" in done.stderr
 
 
 def _product(shape: tuple[int, ...]) -> int:
