@@ -143,6 +143,20 @@ def test_clip_takes_positive_numbers(group: TorchProcessGroup) -> None:
             context.clip_grad_norm_(model, bad)  # type: ignore[arg-type]
 
 
+def test_gradients_are_applied_and_forgotten(group: TorchProcessGroup) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = model.weight.detach().clone()
+    context.train_step(model, torch.ones(1, 2), loss=lambda x, _: x.sum())
+    gradient = model.weight.grad.clone()
+    context.apply_gradients(model, optimizer)
+    torch.testing.assert_close(model.weight.detach(), before - 0.5 * gradient)
+    assert model.weight.grad is None
+    with pytest.raises(UnsupportedFeatureError, match="was not given back by parallelize"):
+        context.apply_gradients(nn.Linear(2, 2), optimizer)
+
+
 def test_models_of_others_are_refused(group: TorchProcessGroup) -> None:
     context, stranger = make(group), nn.Linear(2, 2)
     for call in (
