@@ -150,6 +150,14 @@ def shm_tables(result: Result) -> list[str]:
     ]
 
 
+def mindspore_step_tables(result: Result) -> list[str]:
+    columns = (
+        *("mode", "size", "arm", "ms a step", "low ms", "high ms"),
+        *("ratio", "ratio low", "ratio high", "of eager"),
+    )
+    return [markdown(columns, result["rows"]), goal_table(result)]
+
+
 def mindspore_weights_tables(result: Result) -> list[str]:
     columns = (
         *("size", "kind", "tensors", "verify", "update ms", "low ms", "high ms", "GB/s"),
@@ -180,6 +188,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "step": step_tables,
     "start": start_tables,
     "shm": shm_tables,
+    "mindspore_step": mindspore_step_tables,
     "mindspore_weights": mindspore_weights_tables,
 }
 

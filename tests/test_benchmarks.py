@@ -30,6 +30,7 @@ ROWS = {
     "plan": {"ranks", "what", "ms", "low ms", "high ms"},
     "shm": {"size", "kind", "tensors", "nbytes", "verify", "aliased", "update ms", "of memcpy"}
     | {"times pickle", "phases ms"},
+    "mindspore_step": {"mode", "size", "arm", "ms a step", "ratio", "ratio low", "of eager"},
     "mindspore_weights": {"size", "kind", "tensors", "nbytes", "verify", "update ms", "of memcpy"}
     | {"times broadcast", "phases ms"},
 }
