@@ -84,6 +84,10 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.close()
 
+    def leave_open(self) -> None:
+        """Let the connection end with the process, and not before."""
+        self._socket.detach()
+
     # --- receiving
 
     def expect(self, into: memoryview | None = None, limit: int = _SMALL) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NoReturn, final
 
 import msgspec
@@ -35,24 +35,46 @@ class Hub(Star):
         self._ranks = {peer.fileno(): rank for rank, peer in peers.items()}
         self._epoll = select.epoll()
         self._host = host
+        self._left = False
 
     @property
     def host(self) -> str:
         return self._host
 
-    def leave(self, wait: float = 0.0) -> None:
+    def leave(self, wait: float = 0.0, *, linger: bool = False) -> None:
+        if not self._left:
+            self._left = True
+            self._tell(Kind.LEAVE, b"")
+            self._await(self._has_left, wait)
+        if not linger:
+            self._close()
+
+    def linger(self, wait: float) -> bool:
+        if not self._epoll.closed:
+            self._await(self._has_ended, wait)
+        self._close()
+        return False
+
+    def _await(self, done: Callable[[Connection], bool], wait: float) -> None:
+        """Wait until something holds for every peer, or the time is over."""
+        deadline = Deadline(wait)
+        waiting = {peer.fileno(): peer for peer in self._peers.values()}
+        for descriptor in waiting:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        while waiting:
+            found = self._epoll.poll(min(deadline.left, LONGEST))
+            if not found and deadline.left <= 0:
+                break
+            for descriptor, _ in found:
+                if done(waiting[descriptor]):
+                    del waiting[descriptor]
+                    self._epoll.unregister(descriptor)
+        for descriptor in waiting:
+            self._epoll.unregister(descriptor)
+
+    def _close(self) -> None:
         if self._epoll.closed:
             return
-        self._tell(Kind.LEAVE, b"")
-        deadline = Deadline(wait)
-        left: set[int] = set()
-        for peer in self._peers.values():
-            self._epoll.register(peer, select.EPOLLIN)
-        while len(left) < len(self._peers) and deadline.left > 0:
-            for descriptor, _ in self._epoll.poll(min(deadline.left, LONGEST)):
-                if self._has_left(self._peers[self._ranks[descriptor]]):
-                    left.add(descriptor)
-                    self._epoll.unregister(descriptor)
         for peer in self._peers.values():
             peer.close()
         self._epoll.close()
@@ -65,6 +87,16 @@ class Hub(Star):
         except (PeerGone, BadFrame):
             return True
         return frame is not None and frame.kind is Kind.LEAVE
+
+    @staticmethod
+    def _has_ended(peer: Connection) -> bool:
+        try:
+            peer.advance()
+        except PeerGone:
+            return True
+        except BadFrame:
+            return False
+        return False
 
     # --- calls
 

@@ -31,14 +31,26 @@ class Leaf(Star):
     def host(self) -> str:
         return self._host
 
-    def leave(self, wait: float = 0.0) -> None:
-        if self._left:
-            return
-        self._left = True
-        if not self._hub.torn:
+    def leave(self, wait: float = 0.0, *, linger: bool = False) -> None:
+        if not self._left and not self._hub.torn:
             with contextlib.suppress(PeerGone, TimeoutError):
                 self._hub.send(Kind.LEAVE, b"", Deadline(GRACE))
-        self._hub.close()
+        self._left = True
+        if not linger:
+            self._hub.close()
+
+    def linger(self, wait: float) -> bool:
+        if self._hub.fileno() < 0:
+            return False
+        with contextlib.suppress(BadFrame):
+            try:
+                while self._hub.advance() is not None:
+                    pass
+            except PeerGone:
+                self._hub.close()
+                return True
+        self._hub.leave_open()
+        return False
 
     # --- calls
 

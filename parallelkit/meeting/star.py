@@ -145,8 +145,23 @@ class Star:
                 for piece in self._pieces(part):
                     self._reduce(piece, fold, (owner,), deadline)
 
-    def leave(self, wait: float = 0.0) -> None:
-        """Close the connections. Rank 0 waits up to `wait` seconds for the others to leave."""
+    def leave(self, wait: float = 0.0, *, linger: bool = False) -> None:
+        """Leave the group. Rank 0 waits up to `wait` seconds for the others to leave.
+
+        Args:
+            linger: keep the connections open, for `linger`.
+        """
+
+    def linger(self, wait: float) -> bool:
+        """After `leave(linger=True)`, at the end of the process: learn whose process ended.
+
+        Rank 0 waits up to `wait` seconds for the processes of all others to end. The others do
+        not wait.
+
+        Returns:
+            Whether rank 0's process has ended before this one.
+        """
+        return False
 
     # --- inner parts: nothing to do in a world of one
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -183,6 +184,21 @@ def test_leaving_waits_for_the_others_up_to_a_limit(stars: Make) -> None:
     group[0].leave(0.4)
     group[1].leave()
     group[1].leave()
+
+
+def test_rank_zero_learns_when_the_others_processes_end(stars: Make) -> None:
+    group: list[Any] = stars(2)
+    assert everywhere(group, lambda s: s.leave(5.0, linger=True)) == [None] * 2
+    descriptor = group[1]._hub.fileno()
+    assert not group[1].linger(0.0), "rank 0 is there still"
+    began = time.monotonic()
+    assert not group[0].linger(0.3)
+    assert time.monotonic() - began >= 0.3
+    os.close(descriptor)  # what the end of the process does
+    group = stars(2)
+    assert everywhere(group, lambda s: s.leave(5.0, linger=True)) == [None] * 2
+    group[0].leave()
+    assert group[1].linger(0.0), "rank 0 is gone"
 
 
 @pytest.mark.parametrize("liar", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
@@ -36,6 +37,8 @@ from parallelkit_mindspore.collectives import (
 from parallelkit_mindspore.rendezvous import World, adopt_world, open_world
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before rank 0's store goes
+_LINGER_SECONDS = 5.0  # for the others' processes to end before rank 0's
+_LOST_SECONDS = 1.5  # until MindSpore has noticed that rank 0 is gone
 
 
 def init_process_group(spec: GroupSpec) -> MindSporeProcessGroup:
@@ -154,7 +157,7 @@ class MindSporeProcessGroup:
         self._divisions = 0
         self._closed = False
         self.ours = world is None or not world.adopted
-        atexit.register(self._close_at_exit)
+        atexit.register(self._at_exit)
 
     # --- facts
 
@@ -314,7 +317,8 @@ class MindSporeProcessGroup:
             return
         runtime.own("close()")
         self._closed = True
-        atexit.unregister(self._close_at_exit)
+        if self._world is None or not self._world.opened:
+            atexit.unregister(self._at_exit)
         for child in self._children:
             child.close()
         with contextlib.suppress(RuntimeError):  # a broken group's last operations
@@ -333,20 +337,26 @@ class MindSporeProcessGroup:
 
     def _leave_world(self, world: World) -> None:
         if self.rank == 0:  # its store must outlive the others' groups
-            self._star.leave(min(self.timeout, _LEAVE_SECONDS))
+            self._star.leave(min(self.timeout, _LEAVE_SECONDS), linger=world.opened)
         if world.opened:
             with contextlib.suppress(RuntimeError):
                 native.destroy()
             life.closed()
-        self._star.leave()
+        if world.store is not None:
+            native.close_store(world.store)
+        self._star.leave(linger=world.opened)  # for rank 0, the second time
         before, theirs = self._excepthooks
         if before is not None and sys.excepthook is theirs:
             sys.excepthook = before  # MindSpore puts its own there and leaves it
         world.leave()
 
-    def _close_at_exit(self) -> None:
+    def _at_exit(self) -> None:
         with contextlib.suppress(WrongThreadError):  # the process ends, whichever thread it was
             self.close()
+        # MindSpore's thread looks after a lost rank 0 for half a second; a process that ends in
+        # that time ends by a segmentation fault. So rank 0 ends last, or is waited out.
+        if self._world is not None and self._world.opened and self._star.linger(_LINGER_SECONDS):
+            time.sleep(_LOST_SECONDS)
 
     def __enter__(self) -> MindSporeProcessGroup:
         return self

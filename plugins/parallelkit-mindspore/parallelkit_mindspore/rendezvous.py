@@ -41,6 +41,8 @@ from parallelkit.specs import GroupSpec
 from parallelkit_mindspore import life, native, runtime
 
 _PLACE_BYTES: Final = 256
+#: What `import mindspore` itself writes where nothing was set.
+_WRITTEN: Final = {"HCCL_CONNECT_TIMEOUT": "600"}
 _TRIES: Final = 5  # ports that rank 0 tries for MindSpore's store
 _SLOW: Final = 90.0  # seconds beyond the timeout that MindSpore's own start may need to give up
 
@@ -75,7 +77,9 @@ def environment(backend: str, timeout: float) -> dict[str, str | None]:
             "HCCL_EXEC_TIMEOUT": seconds,
         },
     }[backend]
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    have = {name: os.environ.get(name) for name in wanted}
+    theirs = {name: value for name, value in have.items() if value != _WRITTEN.get(name)}
+    return {name: theirs.get(name) or value for name, value in wanted.items()}
 
 
 def open_world(spec: GroupSpec) -> World:
