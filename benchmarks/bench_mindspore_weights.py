@@ -93,7 +93,7 @@ class Cell:
             bits[:] = 1
 
     def train(self) -> None:
-        """Change every element, by its bits: adding in bfloat16 takes MindSpore seconds a 100 MB."""
+        """Change every element, by its bits: adding bfloat16 takes MindSpore 10 s a 100 MB."""
         for bits in self._bits():
             np.add(bits, 1, out=bits)
 
