@@ -129,6 +129,10 @@ def test_fused_buffers(limit: int) -> None:
         assert (after.shape, after.dtype) == (before.shape, before.dtype)
         np.testing.assert_array_equal(after.asnumpy(), 2 * before.asnumpy())
     assert len(sizes) == {1: 4, 20: 3, 1 << 20: 2}[limit]
+    low = [ms.Tensor([1.5, -2.0]).astype(ms.bfloat16), ms.Tensor([3.0]).astype(ms.bfloat16)]
+    halved = fused(low, lambda flat: flat / 2, limit=limit)
+    assert [str(x.dtype) for x in halved] == ["BFloat16"] * 2
+    assert halved[0].astype(ms.float32).asnumpy().tolist() == [0.75, -1.0]
     kept = given[0].copy()
     kept.copy_(found[0])  # a copy, no view into a buffer
     np.testing.assert_array_equal(kept.asnumpy(), found[0].asnumpy())
