@@ -17,8 +17,7 @@ def give(model: Any, file: Path, group: pk.ProcessGroup) -> None:
     with pk.publish_weights(model, timeout=SECONDS) as publisher:
         if group.rank == 0:
             write_privately(file, publisher.ticket)
-            publisher.wait(timeout=SECONDS)
-        group.barrier(timeout=2 * SECONDS)
+        publisher.wait(timeout=SECONDS)
         report = publisher.update()
     if group.rank == 0:
         print(f"gave {report}", flush=True)
