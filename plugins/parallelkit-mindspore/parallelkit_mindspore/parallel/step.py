@@ -51,7 +51,7 @@ def in_graph_mode() -> bool:
 class _Kind(NamedTuple):
     """What a step function was made for; another kind is another function."""
 
-    loss: int
+    loss: tuple[int, ...]
     trained: tuple[int, ...]
     graph: bool
     named: bool
@@ -63,8 +63,8 @@ class Steps:
     """The step functions of one model, each made once and kept.
 
     A function is made for a loss, the parameters that are trained, and the mode; in graph mode it
-    is compiled, and compiled again for inputs of other shapes. Give the same `loss` object in every
-    call: a function defined anew is another one.
+    is compiled, and compiled again for inputs of other shapes. Give the same `loss` in every call:
+    a function defined anew is another one; a method of the same object is the same.
     """
 
     #: Functions that are kept; a loss that is made anew in each call must not fill the memory.
@@ -90,13 +90,19 @@ class Steps:
             backward: whether gradients are wanted; else there are none.
         """
         trained = tuple(map(id, weights)) if backward else ()
-        kind = _Kind(id(loss), trained, in_graph_mode(), named, backward)
+        kind = _Kind(_identity(loss), trained, in_graph_mode(), named, backward)
         # What is kept refers to the loss, so that its id stays its own; the model has one spread.
         if kind not in self._made:
             while len(self._made) >= self.KEPT:
                 self._made.pop(next(iter(self._made)))
             self._made[kind] = (loss, _make(model, loss, weights, kind))
         return self._made[kind][1]
+
+
+def _identity(loss: Callable[..., Any]) -> tuple[int, ...]:
+    """Tell a loss from others; a bound method is made anew at each look, its parts are not."""
+    owner, function = getattr(loss, "__self__", None), getattr(loss, "__func__", None)
+    return (id(loss),) if function is None else (id(owner), id(function))
 
 
 def _make(model: Any, loss: Any, weights: Sequence[Any], kind: _Kind) -> Callable[..., Any]:
@@ -132,7 +138,7 @@ def _compiled(step: Callable[..., Any], loss: Any) -> Callable[..., Any]:
 
     def call(inputs: Any, target: Any, share: Any) -> Any:
         try:
-            return step(inputs, target, share)
+            return step(_variable(inputs), _variable(target), share)
         except TypeError as error:
             if getattr(loss, "__name__", "") != "<lambda>" or "Lambda" not in str(error):
                 raise
@@ -142,6 +148,12 @@ def _compiled(step: Callable[..., Any], loss: Any) -> Callable[..., Any]:
             ) from error
 
     return call
+
+
+def _variable(given: Any) -> Any:
+    """Without this, MindSpore takes tensors in a tuple or dict for constants of the graph, and
+    compiles it again for each batch."""
+    return ms.mutable(given) if isinstance(given, tuple | list | dict) else given
 
 
 def run(
