@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -264,11 +265,21 @@ class TestPlace:
         assert plugin.groups == []
 
     def test_the_scheduler_of_msrun_has_no_rank(self, manager, plugin, clean_launch):
-        clean_launch(
-            MS_ROLE="MS_SCHED", MS_WORKER_NUM="2", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT="8118"
-        )
-        with pytest.raises(LaunchError, match="scheduler"):
+        scheduler = {"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "127.0.0.1"}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            scheduler["MS_SCHED_PORT"] = str(probe.getsockname()[1])
+        clean_launch(MS_WORKER_NUM="2", **scheduler)
+        with pytest.raises(LaunchError, match="scheduler .* fake has no use for it"):
+            init(manager, framework="fake")
+        with pytest.raises(SystemExit) as ended:  # it serves, and no worker comes
+            init(manager, timeout=0.3)
+        assert ended.value.code == 1
+        clean_launch(MS_WORKER_NUM="1", **scheduler)
+        with pytest.raises(SystemExit) as ended:  # one worker meets nobody
             init(manager)
+        assert ended.value.code == 0
+        assert plugin.groups == []
 
     def test_a_device_with_an_index(self, manager):
         made = FakePlugin(devices=("gpu", "cpu"))

@@ -29,12 +29,12 @@ def test_a_rank_that_never_comes_is_named(job: Job) -> None:
     job("group_failures.py", "never", ranks=3)
 
 
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("gone", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named(job: Job, gone: int) -> None:
     job("group_failures.py", "killed", str(gone), ranks=3, ends={gone: -signal.SIGKILL})
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_stopped_rank_gets_no_wrong_values(job: Job, stopped: int) -> None:
     job("group_failures.py", "stopped", str(stopped), ranks=2)
 
@@ -48,5 +48,6 @@ def test_beside_a_group_of_torch(job: Job, tmp_path: Path) -> None:
     job("group_with_torch.py", str(tmp_path / "store"), ranks=2)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_given_a_port(job: Job) -> None:
     job("group_launched.py", ranks=2, MASTER_PORT=free_port(), MASTER_ADDR="localhost")

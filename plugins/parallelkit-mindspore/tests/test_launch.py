@@ -41,7 +41,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_parallelkit_run_by_msrun(tmp_path: Path) -> None:
+def test_parallelkit_run_by_msrun() -> None:
     run_ = [sys.executable, "-m", "parallelkit", "run", "--framework", "mindspore", "-n", "2"]
     done = run(*run_, LAUNCHED)
     said = done.stdout + done.stderr
@@ -50,6 +50,7 @@ def test_parallelkit_run_by_msrun(tmp_path: Path) -> None:
         assert f"rank {rank} of 2 done" in said
 
 
+@pytest.mark.slow
 def test_a_failing_rank_fails_msrun() -> None:
     run_ = [sys.executable, "-m", "parallelkit", "run", "--framework", "mindspore", "-n", "2"]
     done = run(*run_, LAUNCHED, "3")
