@@ -47,6 +47,7 @@ def outcomes(job: parts.Parts, adapter: Adapter, folder: Path) -> dict[str, part
     case = parts.Case(
         adapter=adapter,
         reference="tiny:adapter",
+        home=folder,
         features=parts.features_of(adapter),
         folder=folder,
         rank=0,

@@ -14,8 +14,8 @@ from parallelkit.testing.conformance.groups import open_group
 from parallelkit.testing.conformance.parts import Case, Parts, main, raises
 
 #: How long the others wait for the last rank, and for how long it stays away.
-PATIENCE_SECONDS: Final = 2.0
-AWAY_SECONDS: Final = 8.0
+PATIENCE_SECONDS: Final = 4.0
+AWAY_SECONDS: Final = 12.0
 
 PARTS: Final = Parts()
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import parallelkit as pk
@@ -42,9 +43,14 @@ def digests(adapter: Adapter, model: Any) -> dict[str, str]:
 
 
 class Follower:
-    """A running follower process. A context manager that ends it."""
+    """A running follower process. A context manager that ends it.
 
-    def __init__(self, adapter: str, *, seconds: float = 60.0) -> None:
+    Args:
+        adapter: its reference, to be loaded in the folder `home`.
+        seconds: for each answer.
+    """
+
+    def __init__(self, adapter: str, home: Path, *, seconds: float = 120.0) -> None:
         self._seconds = seconds
         module = "parallelkit.testing.conformance.follower"
         filters = [f"-W{text}" for text in sys.warnoptions]
@@ -52,6 +58,7 @@ class Follower:
             [sys.executable, *filters, "-m", module, "--adapter", adapter],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            cwd=home,
         )
         self._read = b""
 

@@ -26,8 +26,8 @@ from parallelkit.testing.conformance.parts import Case, Parts, main, raises
 
 TIMEOUT: Final = 60.0
 #: How late the last rank is on purpose, and how long the others wait for it.
-LATE_SECONDS: Final = 3.0
-PATIENCE_SECONDS: Final = 1.5
+LATE_SECONDS: Final = 8.0
+PATIENCE_SECONDS: Final = 4.0
 
 OPS: Final[dict[str, Callable[[Array], Array]]] = {
     "sum": np.add.reduce,
@@ -247,7 +247,7 @@ def late_rank(case: Case) -> None:
     else:
         error = raises(CollectiveTimeoutError, lambda: case.group.barrier(timeout=PATIENCE_SECONDS))
         assert error.missing == (case.last,), f"missing is {error.missing}: {error}"
-        assert time.monotonic() - began < LATE_SECONDS + 10
+        assert time.monotonic() - began < LATE_SECONDS + 60
     raises(CollectiveError, case.group.barrier)
 
 

@@ -37,12 +37,14 @@ class Case:
 
     Attributes:
         adapter, features: the backend, and what its plugin claims.
+        reference: how other processes load the adapter, from the folder `home`.
         folder: a folder that all ranks share.
         rank, world: this process's place, as the launcher says.
     """
 
     adapter: Adapter
     reference: str
+    home: Path
     features: frozenset[str]
     folder: Path
     rank: int
@@ -138,6 +140,7 @@ def main(parts: Parts, argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--adapter", required=True)
     parser.add_argument("--folder", required=True, type=Path)
     given = parser.parse_args(argv)
+    folder = given.folder.resolve()
     rank = int(os.environ.get("RANK", "0"))
     outcomes: list[Outcome] = []
     try:
@@ -145,15 +148,17 @@ def main(parts: Parts, argv: Sequence[str] | None = None) -> NoReturn:
         case = Case(
             adapter=adapter,
             reference=given.adapter,
+            home=Path.cwd(),
             features=features_of(adapter),
-            folder=given.folder,
+            folder=folder,
             rank=rank,
             world=int(os.environ.get("WORLD_SIZE", "1")),
         )
+        os.chdir(folder)  # some compilers leave files where they are
         failed = run(parts, case, outcomes)
     finally:
         text = json.dumps([attrs.asdict(outcome) for outcome in outcomes])
-        outcomes_file(given.folder, rank).write_text(text)
+        outcomes_file(folder, rank).write_text(text)
     raise SystemExit(1 if failed else 0)
 
 

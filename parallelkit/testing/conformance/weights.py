@@ -70,7 +70,7 @@ def bytes_in_and_out(case: Case) -> None:
 @PARTS.part(needs=BOTH)
 def followed(case: Case) -> None:
     """A follower in another process has every version, bit for bit, ties included."""
-    with Follower(case.reference) as follower:
+    with Follower(case.reference, case.home) as follower:
         models = [("mlp", dtype) for dtype in case.adapter.model_dtypes]
         for kind, dtype in (*models, ("tied", "float32")):
             model = build(case.adapter, kind, dtype, 0)
@@ -93,7 +93,7 @@ def followed(case: Case) -> None:
 @PARTS.part(needs=BOTH)
 def other_models_are_refused(case: Case) -> None:
     """A target of other names, shapes or dtypes joins nothing, and is told the differences."""
-    with Follower(case.reference) as follower:
+    with Follower(case.reference, case.home) as follower:
         model = build(case.adapter, "mlp", "float32", 0)
         other = next(d for d in case.adapter.model_dtypes if d != "float32")
         with pk.publish_weights(model, timeout=SECONDS) as publisher:
@@ -112,7 +112,7 @@ def other_models_are_refused(case: Case) -> None:
 @PARTS.part(needs=BOTH)
 def changed_models_are_refused(case: Case) -> None:
     """A model that is not what was published updates nobody; the follower stays as it was."""
-    with Follower(case.reference) as follower:
+    with Follower(case.reference, case.home) as follower:
         model = build(case.adapter, "mlp", "float32", 0)
         with publishing(model, follower, "mlp", "float32") as publisher:
             follower.send(do="step", timeout=SECONDS)
