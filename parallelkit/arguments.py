@@ -29,6 +29,17 @@ def members(ranks: Sequence[int], world_size: int) -> list[int]:
     return wanted
 
 
+def parts(given: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
+    """Check the parts of a whole group: every rank in exactly one of them."""
+    checked = [members(part, world_size) for part in given]
+    if sorted(rank for part in checked for rank in part) != list(range(world_size)):
+        raise GroupError(
+            f"partition got {len(checked)} parts that do not hold each of the ranks 0 to "
+            f"{world_size - 1} once"
+        )
+    return checked
+
+
 def seconds(timeout: float | None, default: float) -> float:
     """Check a call's own timeout."""
     if timeout is None:

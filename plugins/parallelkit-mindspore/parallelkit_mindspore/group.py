@@ -280,12 +280,7 @@ class MindSporeProcessGroup:
             GroupError: a rank is in no part or in two.
             UnsupportedFeatureError, CollectiveError: as `subgroup`.
         """
-        members = [arguments.members(part, self.world_size) for part in parts]
-        if sorted(rank for part in members for rank in part) != list(range(self.world_size)):
-            raise GroupError(
-                f"partition got {len(members)} parts that do not hold each of the ranks 0 to "
-                f"{self.world_size - 1} once"
-            )
+        members = arguments.parts(parts, self.world_size)
         mine = self._divided(f"partition into {len(members)} from {members[0]}", members)
         assert mine is not None
         return mine
