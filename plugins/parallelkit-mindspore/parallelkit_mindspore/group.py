@@ -16,7 +16,6 @@ from parallelkit.errors import (
     AlreadyInitializedError,
     CollectiveError,
     GroupClosedError,
-    GroupError,
     NotPlainError,
     ParallelKitError,
     UnsupportedFeatureError,
