@@ -143,6 +143,9 @@ class ParallelContext(Protocol):
         """Let the optimiser use the gradients of the train steps since the last call.
 
         They are forgotten afterwards. Every rank calls it; ranks end with the same values.
+
+        Raises:
+            GradientError: there are none.
         """
 
     def clip_grad_norm_(self, model: Any, max_norm: float, *, norm_type: float = 2.0) -> Tensor:

@@ -228,10 +228,9 @@ class TorchParallelContext:
         return gradients.synchronised(spread.units, spread.replicas, sync=sync)
 
     def apply_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Do `optimizer.step()` and `optimizer.zero_grad()`, in words that every framework has."""
+        """Do `optimizer.step()` and `zero_grad()`; `GradientError` where there is no gradient."""
         self._spread(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        gradients.apply(optimizer)
 
     def clip_grad_norm_(
         self,

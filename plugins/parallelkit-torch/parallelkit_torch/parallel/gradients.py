@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelkit.errors import NonFiniteGradientError, UnsupportedFeatureError
+from parallelkit.errors import GradientError, NonFiniteGradientError, UnsupportedFeatureError
 from parallelkit.protocols import ProcessGroup
 
 
@@ -38,6 +38,22 @@ def synchronised(
 def _set_sync(units: Sequence[Any], sync: bool) -> None:
     for unit in units:
         unit.set_requires_gradient_sync(sync, recurse=False)
+
+
+def apply(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimiser use the gradients, and forget them.
+
+    Raises:
+        GradientError: none of its parameters has one.
+    """
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    if trained and all(p.grad is None for p in trained):
+        raise GradientError(
+            "apply_gradients found no gradient in any parameter of the optimiser; call train_step "
+            "first, lastly with sync=True, and build the optimiser after parallelize"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class _Part(NamedTuple):

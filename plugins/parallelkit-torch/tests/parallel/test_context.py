@@ -14,6 +14,7 @@ from torch import nn
 from parallelkit.errors import (
     DataShardError,
     ExecutionModeError,
+    GradientError,
     LayoutError,
     PlanError,
     RankMismatchError,
@@ -153,6 +154,8 @@ def test_gradients_are_applied_and_forgotten(group: TorchProcessGroup) -> None:
     context.apply_gradients(model, optimizer)
     torch.testing.assert_close(model.weight.detach(), before - 0.5 * gradient)
     assert model.weight.grad is None
+    with pytest.raises(GradientError, match="no gradient in any parameter"):
+        context.apply_gradients(model, optimizer)
     with pytest.raises(UnsupportedFeatureError, match="was not given back by parallelize"):
         context.apply_gradients(nn.Linear(2, 2), optimizer)
 
