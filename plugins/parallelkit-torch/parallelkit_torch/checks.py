@@ -20,7 +20,9 @@ _GLOO_DTYPES: Final = frozenset(
 def describe(call: str, x: torch.Tensor, device: torch.device) -> str:
     """Check that `x` is a dense tensor on the group's device; return the call with its type."""
     if not isinstance(x, torch.Tensor):
-        raise CollectiveError(f"{call} got a {type(x).__qualname__}; it takes a torch.Tensor")
+        kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__qualname__}"
+        hint = ", or init_process_group(framework='mindspore')" if "mindspore." in kind else ""
+        raise CollectiveError(f"{call} got a {kind}; this group takes a torch.Tensor{hint}")
     if x.layout is not torch.strided or x.device.type != device.type:
         raise CollectiveError(
             f"{call} got a {x.layout} tensor on {x.device}; this group takes dense tensors on "
