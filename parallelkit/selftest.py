@@ -1,6 +1,6 @@
-"""What each rank of `parallelkit doctor` runs: `python -m parallelkit.selftest`.
+"""What each rank of `parallelkit doctor` runs: `python -m parallelkit.selftest [framework]`.
 
-It opens a group by the default choice, sends objects round, waits for everybody, and closes. The
+It opens a group of that framework, or by the default choice, sends objects round, waits for everybody, and closes. The
 last line of its output is `ok` and the facts.
 """
 
@@ -12,9 +12,9 @@ import parallelkit as pk
 from parallelkit.protocols import Plain
 
 
-def main(timeout: float = 30.0) -> int:
+def main(framework: str = "auto", timeout: float = 30.0) -> int:
     """Take part in the self-test as one rank. Collective; blocks up to `timeout` seconds."""
-    with pk.init_process_group(timeout=timeout) as group:
+    with pk.init_process_group(framework, timeout=timeout) as group:
         for src in range(group.world_size):
             sent: Plain = {"from": src, "bytes": bytes(range(256)), "list": [src, None, 0.5, "é"]}
             got = group.broadcast_object(sent if group.rank == src else None, src)
@@ -28,4 +28,4 @@ def main(timeout: float = 30.0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

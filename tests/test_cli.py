@@ -105,6 +105,20 @@ class TestDoctor:
         assert main(["doctor"]) == 0
         assert "self-test: passed" in capsys.readouterr().out
 
+    def test_self_test_of_a_framework(self, fake, monkeypatch, capsys):
+        started: list[list[str]] = []
+
+        def start(argv: list[str], n: int, timeout: float) -> list[RankResult]:
+            started.append(argv)
+            return self.results(0, 0)(argv, n, timeout)
+
+        monkeypatch.setattr(doctor, "spawn_ranks", start)
+        assert main(["doctor", "--framework", "fake"]) == 0
+        assert started[0][-1] == "fake"
+        assert main(["doctor", "--framework", "nobodys"]) == 1
+        assert "no plugin provides 'nobodys'" in capsys.readouterr().out
+        assert len(started) == 1
+
     def test_self_test_fails(self, fake, monkeypatch, capsys):
         monkeypatch.setattr(doctor, "spawn_ranks", self.results(0, 1))
         assert main(["doctor"]) == 1

@@ -43,7 +43,7 @@ RANKS = 2
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if nothing can be chosen, a section is not well, or the test fails."""
     with quiet_plugins():
-        report = gather()
+        report = gather(args.framework)
         if not args.no_self_test and not report["choice_error"]:
             report["self_test"] = _watched_self_test(args)
     ok = not report["choice_error"] and report["self_test"].get("ok", True)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def gather() -> dict[str, Any]:
+def gather(framework: str = "auto") -> dict[str, Any]:
     """Collect everything but the self-test; a failing part is a fact of the report."""
     manager = default_manager()
     manager.load(strict=False)
@@ -65,7 +65,7 @@ def gather() -> dict[str, Any]:
     except LaunchError as problem:
         error, launch = str(problem), LaunchInfo()
     try:
-        select(ProbeRequest(launch=launch), manager=manager)
+        select(ProbeRequest(framework=framework, launch=launch), manager=manager)
     except ParallelKitError as problem:
         error = error or str(problem)
     answers, _ = hooks.diagnostics(manager=manager)
@@ -85,9 +85,9 @@ def gather() -> dict[str, Any]:
     }
 
 
-def self_test(timeout: float) -> dict[str, Any]:
+def self_test(timeout: float, framework: str = "auto") -> dict[str, Any]:
     """Start two ranks that open a group, talk, and close; say what happened on each."""
-    argv = [sys.executable, "-m", "parallelkit.selftest"]
+    argv = [sys.executable, "-m", "parallelkit.selftest", framework]
     results = spawn_ranks(argv, RANKS, timeout=timeout)
     ok = all(r.returncode == 0 and not r.timed_out for r in results)
     return {
@@ -107,9 +107,9 @@ def self_test(timeout: float) -> dict[str, Any]:
 
 def _watched_self_test(args: argparse.Namespace) -> dict[str, Any]:
     if args.json:
-        return self_test(args.timeout)
+        return self_test(args.timeout, args.framework)
     with console().status(f"self-test: {RANKS} ranks"):
-        return self_test(args.timeout)
+        return self_test(args.timeout, args.framework)
 
 
 def _version(name: str) -> str:

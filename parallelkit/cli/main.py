@@ -81,6 +81,7 @@ def _add_plugins(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _add(commands, "doctor", "Show what is installed, found and chosen; test two ranks.")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--framework", default="auto", help="what to choose and test (%(default)s)")
     parser.add_argument("--no-self-test", action="store_true", help="do not start two ranks")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds for the self-test (%(default)s)"
