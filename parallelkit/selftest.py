@@ -1,7 +1,7 @@
 """What each rank of `parallelkit doctor` runs: `python -m parallelkit.selftest [framework]`.
 
-It opens a group of that framework, or by the default choice, sends objects round, waits for everybody, and closes. The
-last line of its output is `ok` and the facts.
+It opens a group of that framework, or by the default choice, sends objects round, waits for
+everybody, and closes. The last line of its output is `ok` and the facts.
 """
 
 from __future__ import annotations
