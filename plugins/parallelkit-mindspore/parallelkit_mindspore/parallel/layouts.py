@@ -10,6 +10,7 @@ from mindspore import mint, nn
 
 from parallelkit.errors import LayoutError
 from parallelkit.patterns import choose, general, grouped
+from parallelkit_mindspore.parallel.kept import check_kept
 
 #: Styles by name, as in the torch plugin, and what each does with a cell's parameters.
 STYLES: Final[Mapping[str, str]] = {
@@ -61,9 +62,11 @@ def check(model: nn.Cell, styles: Mapping[str, str], degree: int) -> None:
     """Find what cannot be divided by `degree`; pure.
 
     Raises:
-        LayoutError: with the cell's name, and the degrees that are possible.
+        LayoutError: with the cell's name, and the degrees that are possible; or with what a part
+            could not keep.
     """
     found = cells(model)
+    check_kept(found, styles)
     holders: dict[int, list[str]] = {}
     for name, holder in found.items():
         for key, parameter in holder._params.items():

@@ -15,6 +15,7 @@ from parallelkit.protocols import ProcessGroup
 from parallelkit_mindspore.parallel.agreement import any_rank
 from parallelkit_mindspore.parallel.divided import DividedEmbedding, DividedLinear
 from parallelkit_mindspore.parallel.existing import refuse_optimizers
+from parallelkit_mindspore.parallel.kept import carry, float_of
 from parallelkit_mindspore.parallel.layouts import (
     EMBEDDING,
     STYLES,
@@ -67,10 +68,14 @@ def look(model: nn.Cell, layouts: Mapping[str, str] | None, degree: int) -> dict
     for name, style in styles.items():
         cell: Any = found[name]
         weight = weight_of(cell)
-        if ms.get_context("device_target") == "CPU" and dtype_name(weight) not in _CPU_DTYPES:
+        computed = float_of(cell)
+        if ms.get_context("device_target") == "CPU" and (
+            dtype_name(weight) not in _CPU_DTYPES or computed == ms.bfloat16
+        ):
+            how = "" if computed is None else f", with to_float({computed})"
             raise UnsupportedFeatureError(
-                f"layouts divides cell {name!r}, whose weight is {dtype_name(weight)}; on the CPU "
-                f"MindSpore reduces activations of {' and '.join(_CPU_DTYPES)} only"
+                f"layouts divides cell {name!r}, whose weight is {dtype_name(weight)}{how}; on "
+                f"the CPU MindSpore reduces activations of {' and '.join(_CPU_DTYPES)} only"
             )
         bias = getattr(cell, "bias", None)
         replaced += [weight, bias] if bias is not None and style != "rowwise" else [weight]
@@ -90,7 +95,7 @@ def apply(model: nn.Cell, styles: Mapping[str, str], group: ProcessGroup) -> Div
         plain: Any = found[name]
         kind = DividedEmbedding if isinstance(plain, EMBEDDING) else DividedLinear
         part = kind(plain, style, group.native, group.rank, group.world_size)
-        part.set_train(plain.training)
+        carry(plain, part)
         dims[names[id(weight_of(plain))]] = divided_dim(plain, style)
         bias = getattr(plain, "bias", None)
         if bias is not None and style != "rowwise":

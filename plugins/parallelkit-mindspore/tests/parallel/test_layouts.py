@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import mindspore as ms
@@ -10,6 +11,7 @@ import pytest
 from mindspore import mint, nn
 from parallelkit_mindspore.parallel.divided import part_of
 from parallelkit_mindspore.parallel.fused import fused
+from parallelkit_mindspore.parallel.kept import carry, float_of
 from parallelkit_mindspore.parallel.layouts import cells, check, resolve
 
 from parallelkit.errors import LayoutError, UnsupportedFeatureError
@@ -87,6 +89,102 @@ def test_what_a_part_could_not_keep() -> None:
     padded = nn.SequentialCell(mint.nn.Embedding(4, 4, padding_idx=0))
     with pytest.raises(LayoutError, match="padding_idx=0"):
         check(padded, {"0": "rowwise"}, 2)
+
+
+class Twice(nn.Dense):  # type: ignore[misc]
+    def construct(self, x: Any) -> Any:
+        return super().construct(x) * 2
+
+
+class Linear(mint.nn.Linear):  # type: ignore[misc]
+    def construct(self, x: Any) -> Any:
+        return super().construct(x) * 2
+
+
+class Table(nn.Embedding):  # type: ignore[misc]
+    def construct(self, ids: Any) -> Any:
+        return super().construct(ids) * 2
+
+
+class Named(nn.Dense):  # type: ignore[misc]
+    """Another name, and nothing else of its own."""
+
+
+def compiled(cell: nn.Cell) -> nn.Cell:
+    cell.construct = ms.jit(cell.construct)
+    return cell
+
+
+def hooked(cell: nn.Cell, how: str) -> nn.Cell:
+    getattr(cell, f"register_{how}_hook")(lambda *given: given[-1])
+    return cell
+
+
+def hook_on_weight(cell: nn.Cell) -> nn.Cell:
+    cell.weight.register_hook(lambda gradient: gradient * 2)
+    return cell
+
+
+def recomputed(cell: nn.Cell) -> nn.Cell:
+    cell.recompute()
+    return cell
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Twice(4, 4), "'0', a Twice with a construct of its own"),
+        (lambda: Linear(4, 4), "'0', a Linear with a construct of its own"),
+        (lambda: Table(4, 4), "'0', a Table with a construct of its own"),
+        (lambda: compiled(nn.Dense(4, 4)), "'0', a Dense with a construct of its own"),
+        (lambda: hooked(nn.Dense(4, 4), "forward"), "with hooks"),
+        (lambda: hooked(nn.Embedding(4, 4), "forward_pre"), "with hooks"),
+        (lambda: hooked(mint.nn.Linear(4, 4), "backward"), "with hooks"),
+        (lambda: hooked(nn.Dense(4, 4), "backward_pre"), "with hooks"),
+        (lambda: hook_on_weight(nn.Dense(4, 4)), "with hooks on its parameters"),
+        (lambda: recomputed(nn.Dense(4, 4)), r"with recompute\(\)"),
+    ],
+)
+def test_what_a_layer_does_on_its_own(make: Any, match: str) -> None:
+    model = nn.SequentialCell(make(), nn.Dense(4, 4))
+    with pytest.raises(LayoutError, match=match):
+        check(model, {"0": "rowwise"}, 2)
+    check(model, {"1": "rowwise"}, 2)
+
+
+def test_a_class_with_nothing_of_its_own_is_divided() -> None:
+    check(nn.SequentialCell(Named(4, 4)), {"0": "colwise"}, 2)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda cell: [cell],
+        lambda cell: ({"key": [cell]},),
+        lambda cell: cell.construct,
+        lambda cell: functools.partial(cell),
+        lambda cell: ms.ParameterTuple([cell.weight]),
+    ],
+)
+def test_a_layer_that_is_held_where_it_cannot_be_replaced(hold: Any) -> None:
+    model = nn.SequentialCell(Block())
+    model[0].kept = hold(model[0].up)
+    with pytest.raises(LayoutError, match=r"cell '0.up', and 0.kept, a .*holds it"):
+        check(model, {"0.up": "colwise"}, 2)
+    check(model, {"0.down": "rowwise"}, 2)
+
+
+@pytest.mark.parametrize("dtype", [None, ms.float16, ms.float32, ms.bfloat16])
+def test_a_part_computes_in_the_dtype_of_its_layer(dtype: Any) -> None:
+    plain, part = nn.Dense(4, 4), nn.Dense(4, 2)
+    if dtype is not None:
+        nn.SequentialCell(plain).to_float(dtype)
+    plain.set_train()
+    carry(plain, part)
+    x = ms.Tensor(np.ones((1, 4), np.float32))
+    assert part.training
+    assert float_of(part) == dtype
+    assert dtype == ms.bfloat16 or part(x).dtype == plain(x).dtype
 
 
 def test_tied_weights_are_not_divided() -> None:
