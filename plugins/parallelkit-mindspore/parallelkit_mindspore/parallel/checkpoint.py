@@ -20,6 +20,7 @@ from parallelkit.errors import CheckpointError, RankMismatchError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit_mindspore import runtime
+from parallelkit_mindspore.parallel import autograd
 from parallelkit_mindspore.parallel import checkpoint_format as formats
 from parallelkit_mindspore.parallel.agreement import gather
 from parallelkit_mindspore.parallel.axes import AxisGroups
@@ -180,12 +181,13 @@ def load(
     assert about is not None
 
     def put() -> None:
-        for part, tensors in state.parts.items():
-            for name, tensor in tensors.items():
-                stored = found[part][name]
-                value = from_bytes(stored.data, stored.dtype, stored.shape)
-                tensor.copy_(_mine(value, state.dims[part].get(name), place))
-        runtime.synchronize()
+        with autograd.unrecorded():
+            for part, tensors in state.parts.items():
+                for name, tensor in tensors.items():
+                    stored = found[part][name]
+                    value = from_bytes(stored.data, stored.dtype, stored.shape)
+                    tensor.copy_(_mine(value, state.dims[part].get(name), place))
+            runtime.synchronize()
 
     ranks.together("putting the tensors in place", put)
     return about.extra

@@ -8,6 +8,8 @@ from mindspore import nn
 
 from parallelkit.errors import UnsupportedFeatureError
 from parallelkit.protocols import ProcessGroup
+from parallelkit_mindspore import runtime
+from parallelkit_mindspore.parallel import autograd
 from parallelkit_mindspore.parallel.agreement import agree
 from parallelkit_mindspore.parallel.fused import fused
 from parallelkit_mindspore.tensors import dtype_name
@@ -34,11 +36,13 @@ def check_same(model: nn.Cell, group: ProcessGroup) -> None:
 def synchronise(model: nn.Cell, group: ProcessGroup) -> None:
     """Give every rank rank 0's values, in place: memory stays where it is. Collective."""
     held = list(parameters(model).values())
-    values = fused(held, lambda flat: group.broadcast(flat, 0))
-    if group.rank:
-        for parameter, value in zip(held, values, strict=True):
-            if parameter.size:
-                parameter.copy_(value)
+    with autograd.unrecorded():
+        values = fused(held, lambda flat: group.broadcast(flat, 0))
+        if group.rank:
+            for parameter, value in zip(held, values, strict=True):
+                if parameter.size:
+                    parameter.copy_(value)
+            runtime.synchronize()
 
 
 def refuse(model: object) -> None:
