@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import nn, ops
 
 from parallelkit.errors import ExecutionModeError, PlanError, RankMismatchError
 from parallelkit.protocols import ProcessGroup
+from parallelkit_mindspore.parallel import autograd
 from parallelkit_mindspore.parallel.trees import cut
 
 _numbers: Final = itertools.count()
@@ -54,6 +55,7 @@ class _Kind(NamedTuple):
     loss: tuple[int, ...]
     trained: tuple[int, ...]
     graph: bool
+    training: tuple[bool, ...]
     named: bool
     backward: bool
 
@@ -63,7 +65,8 @@ class Steps:
     """The step functions of one model, each made once and kept.
 
     A function is made for a loss, the parameters that are trained, and the mode; in graph mode it
-    is compiled, and compiled again for inputs of other shapes. Give the same `loss` in every call:
+    is compiled, and compiled again for inputs of other shapes, and another one for cells of which
+    `set_train` changed any: a graph keeps what it saw of them. Give the same `loss` in every call:
     a function defined anew is another one; a method of the same object is the same.
     """
 
@@ -90,7 +93,9 @@ class Steps:
             backward: whether gradients are wanted; else there are none.
         """
         trained = tuple(map(id, weights)) if backward else ()
-        kind = _Kind(_identity(loss), trained, in_graph_mode(), named, backward)
+        graph = in_graph_mode()
+        training = _training(model, loss) if graph else ()
+        kind = _Kind(_identity(loss), trained, graph, training, named, backward)
         # What is kept refers to the loss, so that its id stays its own; the model has one spread.
         if kind not in self._made:
             while len(self._made) >= self.KEPT:
@@ -103,6 +108,13 @@ def _identity(loss: Callable[..., Any]) -> tuple[int, ...]:
     """Tell a loss from others; a bound method is made anew at each look, its parts are not."""
     owner, function = getattr(loss, "__self__", None), getattr(loss, "__func__", None)
     return (id(loss),) if function is None else (id(owner), id(function))
+
+
+def _training(model: nn.Cell, loss: Callable[..., Any]) -> tuple[bool, ...]:
+    """Which cells are in training mode, those of a loss that is a cell or a cell's method too."""
+    owner = getattr(loss, "__self__", loss)
+    roots = (model, owner) if isinstance(owner, nn.Cell) else (model,)
+    return tuple(cell.training for root in roots for _, cell in root.cells_and_names())
 
 
 def _make(model: Any, loss: Any, weights: Sequence[Any], kind: _Kind) -> Callable[..., Any]:
@@ -196,7 +208,8 @@ def run(
         given = dict(part) if isinstance(part, Mapping) else part
         given = given if isinstance(given, dict | tuple) else (given,)
         goal = target if count == 1 else cut(target, start, stop)
-        value, found = function(given, goal, _scalar(share))
+        with autograd.ended():
+            value, found = function(given, goal, _scalar(share))
         if not isinstance(value, ms.Tensor) or value.ndim:
             raise PlanError(f"loss gave {value!r:.80}; it gives a tensor without dims")
         total = value if total is None else total + value
