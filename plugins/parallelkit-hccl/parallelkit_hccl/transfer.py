@@ -29,10 +29,15 @@ class DeviceTensor:
     Attributes:
         spec: name, dtype, shape.
         pointer: address of its contiguous row-major bytes; unused where there are none.
+        owner: the tensor that the memory belongs to. It is kept alive, and asked once more for
+            its address before anything is moved. None for an address that is given by hand: then
+            nothing keeps that memory, nor notices that it was freed or given to another tensor.
+            Whoever gives it holds the memory until `send` or `receive` has returned.
     """
 
     spec: TensorSpec
     pointer: int = attrs.field()
+    owner: Any = attrs.field(default=None, eq=False, repr=False)
 
     @pointer.validator
     def _points(self, attribute: object, value: int) -> None:
@@ -41,6 +46,14 @@ class DeviceTensor:
             raise HcclArgumentError(
                 f"tensor {self.spec.name!r} ({self.spec.describe()}) lies at {value!r}, which is "
                 "no address"
+            )
+
+    def check_place(self) -> None:
+        """Raise `HcclArgumentError` if its owner lies elsewhere by now."""
+        if self.owner is not None and self.spec.nbytes and _address(self.owner) != self.pointer:
+            raise HcclArgumentError(
+                f"tensor {self.spec.name!r} ({self.spec.describe()}) was given other memory since "
+                "it was located; call located() anew for each update"
             )
 
 
@@ -61,25 +74,51 @@ class HcclReport:
 def located(tensors: Iterable[tuple[str, Any]]) -> list[DeviceTensor]:
     """Find out where tensors of MindSpore or torch lie.
 
-    A tensor is anything with `dtype`, `shape`, `data_ptr()` and `is_contiguous()`. The addresses
-    hold as long as the tensors live and are not given other memory (MindSpore's `set_data`), so
-    do this anew for each update. Neither framework is imported.
+    A tensor is anything with `dtype`, `shape`, `data_ptr()` and `is_contiguous()`. What comes back
+    keeps the tensors alive: temporary copies may be given. A tensor that is given other memory
+    afterwards (MindSpore's `set_data`) is refused when it is moved, so do this anew for each
+    update. Neither framework is imported.
 
     Raises:
-        HcclArgumentError: a tensor is not contiguous.
+        HcclArgumentError: there is no pair of a name and such a tensor, or one is not contiguous.
         ManifestError: a name, dtype or shape that cannot be sent.
     """
-    found = []
-    for name, tensor in tensors:
-        said = str(tensor.dtype).rpartition(".")[2].lower()
-        dtype = _NAMES.get(said, said)
-        spec = TensorSpec(name=name, dtype=dtype, shape=tuple(int(n) for n in tensor.shape))
-        if not tensor.is_contiguous():
-            raise HcclArgumentError(
-                f"tensor {name!r} ({spec.describe()}) is not contiguous; send a contiguous copy"
-            )
-        found.append(DeviceTensor(spec, int(tensor.data_ptr())))
-    return found
+    if not isinstance(tensors, Iterable):
+        raise HcclArgumentError(
+            f"located got {tensors!r:.80}; it takes pairs of a name and a tensor, such as "
+            "model.named_parameters() or cell.parameters_and_names()"
+        )
+    return [_located(pair) for pair in tensors]
+
+
+def _located(pair: Any) -> DeviceTensor:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise HcclArgumentError(f"{pair!r:.80} is no pair of a name and a tensor")
+    name, tensor = pair
+    lacks = [n for n in ("dtype", "shape", "data_ptr", "is_contiguous") if not hasattr(tensor, n)]
+    if lacks:
+        raise HcclArgumentError(
+            f"{name!r:.80} is a {type(tensor).__qualname__} without {', '.join(lacks)}; give a "
+            "tensor of MindSpore or torch"
+        )
+    said = str(tensor.dtype).rpartition(".")[2].lower()
+    dtype = _NAMES.get(said, said)
+    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(int(n) for n in tensor.shape))
+    try:
+        contiguous, pointer = tensor.is_contiguous(), _address(tensor)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise HcclArgumentError(
+            f"tensor {name!r} ({spec.describe()}) has no memory of its own: {error}"
+        ) from error
+    if not contiguous:
+        raise HcclArgumentError(
+            f"tensor {name!r} ({spec.describe()}) is not contiguous; send a contiguous copy"
+        )
+    return DeviceTensor(spec, pointer, tensor)
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.data_ptr())
 
 
 class _Transfer:
@@ -99,7 +138,10 @@ class _Transfer:
         self._staging = self._staging_bytes = 0
 
     def _move(self, tensors: Sequence[DeviceTensor], timeout: float | None) -> HcclReport:
+        tensors = list(tensors)  # they hold the memory until all of it is moved
         manifest = Manifest([tensor.spec for tensor in tensors])
+        for tensor in tensors:
+            tensor.check_place()
         size = self._packing.buffer_bytes if self._packing else BUFFER_BYTES
         chunks = plan_chunks([spec.nbytes for spec in manifest.tensors], size)
         if self._packing:

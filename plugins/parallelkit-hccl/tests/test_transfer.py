@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from parallelkit_hccl.errors import HcclArgumentError
 from parallelkit_hccl.transfer import DeviceTensor, located, on_the_wire
@@ -56,6 +59,36 @@ def test_real_tensors_of_torch():
 def test_a_dtype_that_nobody_knows():
     with pytest.raises(ManifestError, match="int4"):
         located([("w", Lying("torch.int4", 2))])
+
+
+def test_what_was_located_stays_alive():
+    def temporary() -> Lying:
+        made = Lying("float32", 2)
+        seen.append(weakref.ref(made))
+        return made
+
+    seen: list[weakref.ref[Lying]] = []
+    found = located(("w", temporary()) for _ in range(1))
+    gc.collect()
+    assert seen[0]() is not None
+    del found
+    gc.collect()
+    assert seen[0]() is None
+
+
+def test_a_tensor_that_was_given_other_memory_is_refused():
+    tensor = Lying("float32", 2)
+    (found,) = located([("w", tensor)])
+    found.check_place()
+    tensor._at = 128
+    with pytest.raises(HcclArgumentError, match=r"'w' \(float32\[2\]\) was given other memory"):
+        found.check_place()
+
+
+def test_an_address_by_hand_has_no_owner():
+    found = DeviceTensor(TensorSpec(name="w", dtype="float32", shape=(2,)), 64)
+    found.check_place()
+    assert found.owner is None
 
 
 @pytest.mark.parametrize("pointer", [0, -1, 1 << 64, None, "64", True])
