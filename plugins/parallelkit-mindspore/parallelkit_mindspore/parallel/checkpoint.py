@@ -50,8 +50,8 @@ class State:
     def of(cls, model: Mapping[str, Any], dims: Mapping[str, int], optimizer: Any) -> State:
         """Look at a model's parameters, and at those of the optimiser that are its own.
 
-        MindSpore names an optimiser's state after the parameter it belongs to, with a word before:
-        what belongs to a divided parameter, and is as large, is divided the same way.
+        MindSpore names an optimiser's state after the parameter it belongs to, with a word and a
+        dot before: what belongs to a divided parameter, and is as large, is divided the same way.
         """
         parts = {"model": dict(model)}
         divided = {"model": dict(dims)}
@@ -64,12 +64,12 @@ class State:
         known = set(map(id, model.values()))
         own = {n: p for n, p in optimizer.parameters_and_names() if id(p) not in known}
         parts["optimizer"] = own
-        divided["optimizer"] = {
-            name: dim
-            for name, tensor in own.items()
-            for of, dim in dims.items()
-            if name.endswith(f".{of}") and tensor.shape == model[of].shape
-        }
+        named = {model[name].name: (model[name], dim) for name, dim in dims.items()}
+        divided["optimizer"] = {}
+        for name, tensor in own.items():
+            of, dim = named.get(name.partition(".")[2], (None, 0))  # no word has a dot
+            if of is not None and tensor.shape == of.shape:
+                divided["optimizer"][name] = dim
         return cls(parts, divided, type(optimizer).__qualname__)
 
     def shape(self, part: str, name: str, degree: int) -> list[int]:

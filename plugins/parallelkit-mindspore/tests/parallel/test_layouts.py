@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import mint, nn
+from parallelkit_mindspore.parallel.checkpoint import State
 from parallelkit_mindspore.parallel.divided import part_of
 from parallelkit_mindspore.parallel.fused import fused
 from parallelkit_mindspore.parallel.kept import carry, float_of
@@ -204,6 +205,32 @@ def test_no_reducer_takes_a_divided_parameter() -> None:
     np.testing.assert_allclose(part.asnumpy()[0], [3.9, 4.9], atol=1e-6)
     with pytest.raises(UnsupportedFeatureError, match="context.grad_reducer"):
         nn.DistributedGradReducer([part], degree=2)
+
+
+class Nested(nn.Cell):  # type: ignore[misc]
+    """Three layers whose names end alike, of which two are divided, in different dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.CellDict({"proj": nn.Dense(4, 4)})
+        self.proj = nn.Dense(4, 4)
+        self.tail = nn.CellDict({"proj": nn.Dense(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda given: nn.Adam(given), ("moment1", "moment2")),
+        (lambda given: mint.optim.SGD(given, lr=0.1, momentum=0.9), ("momentum_buf",)),
+    ],
+)
+def test_an_optimizers_state_is_divided_as_its_own_parameter(make: Any, words: Any) -> None:
+    model = Nested()
+    parameters = dict(model.parameters_and_names())
+    dims = {"block.proj.weight": 0, "block.proj.bias": 0, "proj.weight": 1}
+    state = State.of(parameters, dims, make(model.trainable_params()))
+    expected = {f"{word}.{name}": dim for word in words for name, dim in dims.items()}
+    assert state.dims["optimizer"] == expected
 
 
 @pytest.mark.parametrize("limit", [1, 20, 1 << 20])
