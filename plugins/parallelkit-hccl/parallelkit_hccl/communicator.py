@@ -49,7 +49,9 @@ class HcclCommunicator:
     in one, and the device memory that it uses, last until the process ends.
 
     Calls may come from any thread, one at a time. They are collective: every rank makes the same
-    ones in the same order.
+    ones in the same order. A wrong argument is raised on its rank alone, before HCCL is called: the
+    peers wait in that call, so make it again, rightly, before any other. `HcclSender` and
+    `HcclReceiver` tell the peers.
     """
 
     def __init__(

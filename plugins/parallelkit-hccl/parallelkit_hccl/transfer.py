@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import secrets
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
 
 from parallelkit.errors import ManifestMismatchError
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit_hccl import abi
 from parallelkit_hccl.communicator import HcclCommunicator
-from parallelkit_hccl.errors import HcclArgumentError
+from parallelkit_hccl.errors import HcclArgumentError, HcclError
 from parallelkit_hccl.packing import BUFFER_BYTES, Chunk, Packing, plan_chunks, staging_bytes
 from parallelkit_hccl.steps import Broadcast, Copy, Step
 
@@ -121,13 +124,18 @@ def _address(tensor: Any) -> int:
     return int(tensor.data_ptr())
 
 
+#: What is moved: located already, or to be.
+Tensors: TypeAlias = Iterable[DeviceTensor | tuple[str, Any]]
+
+
 class _Transfer:
     """What both ends share: they differ in the order of copying and broadcasting only."""
 
     def __init__(
         self, communicator: HcclCommunicator, packing: Packing | None, compare: bool, root: int
     ) -> None:
-        if not 0 <= root < communicator.world_size:
+        whole = isinstance(root, int) and not isinstance(root, bool)
+        if not whole or not 0 <= root < communicator.world_size:
             raise HcclArgumentError(
                 f"root is {root!r}; ranks go from 0 to {communicator.world_size - 1}"
             )
@@ -137,30 +145,55 @@ class _Transfer:
         self._root = root
         self._staging = self._staging_bytes = 0
 
-    def _move(self, tensors: Sequence[DeviceTensor], timeout: float | None) -> HcclReport:
-        tensors = list(tensors)  # they hold the memory until all of it is moved
-        manifest = Manifest([tensor.spec for tensor in tensors])
-        for tensor in tensors:
-            tensor.check_place()
-        size = self._packing.buffer_bytes if self._packing else BUFFER_BYTES
-        chunks = plan_chunks([spec.nbytes for spec in manifest.tensors], size)
-        if self._packing:
-            self._stage(staging_bytes(chunks))
+    def _move(self, tensors: Tensors, timeout: float | None) -> HcclReport:
+        try:
+            found, manifest, chunks = self._prepare(tensors, timeout)
+        except Exception:
+            self._tell_of_failure()
+            raise
         if self._compare:
             self._compare_manifests(manifest, timeout)
         began = time.monotonic()
         deadline = began + (self._communicator.timeout if timeout is None else timeout)
         broadcasts = 0
         for number, chunk in enumerate(chunks, 1):
-            steps = self._packed(tensors, chunk) if self._packing else self._single(tensors, chunk)
+            steps = self._packed(found, chunk) if self._packing else self._single(found, chunk)
             broadcasts += sum(isinstance(step, Broadcast) for step in steps)
-            first, last = (tensors[chunk.pieces[at].index].spec.name for at in (0, -1))
+            first, last = (found[chunk.pieces[at].index].spec.name for at in (0, -1))
             what = f"moving {first!r} to {last!r} (part {number} of {len(chunks)})"
             left = max(0.001, deadline - time.monotonic())
             self._communicator.run(steps, what, timeout=left)
         return HcclReport(
             nbytes=manifest.nbytes, broadcasts=broadcasts, seconds=time.monotonic() - began
         )
+
+    def _prepare(
+        self, tensors: Tensors, timeout: float | None
+    ) -> tuple[list[DeviceTensor], Manifest, Sequence[Chunk]]:
+        """All that can fail on this rank alone."""
+        if timeout is not None:
+            check_timeout(timeout)
+        if not isinstance(tensors, Iterable):
+            raise HcclArgumentError(f"{tensors!r:.80} was given; see located()")
+        # The list holds the memory until all of it is moved.
+        found = [t if isinstance(t, DeviceTensor) else _located(t) for t in tensors]
+        for tensor in found:
+            tensor.check_place()
+        manifest = Manifest([tensor.spec for tensor in found])
+        size = self._packing.buffer_bytes if self._packing else BUFFER_BYTES
+        chunks = plan_chunks([spec.nbytes for spec in manifest.tensors], size)
+        if self._packing:
+            self._stage(staging_bytes(chunks))
+        return found, manifest, chunks
+
+    def _tell_of_failure(self) -> None:
+        """Take part in the comparison that the peers make, so that this call fails for them, too.
+
+        Else they would wait, and take this rank's next call for the one that failed.
+        """
+        if self._compare and self._communicator.state == "open":
+            with contextlib.suppress(HcclError):  # what failed first is what the caller learns
+                self._communicator.agree(secrets.token_bytes(16))  # like nobody else's
 
     def _single(self, tensors: Sequence[DeviceTensor], chunk: Chunk) -> list[Step]:
         steps: list[Step] = []
@@ -198,8 +231,8 @@ class _Transfer:
         raise ManifestMismatchError(
             f"rank {self._communicator.rank} of {self._communicator.world_size} has "
             f"{len(manifest.tensors)} tensors of {manifest.nbytes} bytes, and some rank has other "
-            "names, dtypes, shapes, order, packing or root. Nothing was moved; give every rank "
-            "the same"
+            "names, dtypes, shapes, order, packing or root, or an error of its own that it "
+            "raised. Nothing was moved; give every rank the same"
         )
 
     def _stage(self, nbytes: int) -> None:
@@ -240,16 +273,22 @@ class HcclSender(_Transfer):
         """
         super().__init__(communicator, packing, compare, communicator.rank)
 
-    def send(self, tensors: Sequence[DeviceTensor], *, timeout: float | None = None) -> HcclReport:
+    def send(self, tensors: Tensors, *, timeout: float | None = None) -> HcclReport:
         """Send all tensors, in this order. Collective; blocks until every rank has them.
 
         What computes them on another stream has to be finished (`mindspore.runtime.synchronize`),
         and nothing may write them meanwhile. Nothing checks that bytes arrive as they were sent.
 
+        Args:
+            tensors: pairs of a name and a tensor, as `located` takes them, or what it gave. Pairs
+                are better: an error in locating them is then told to the peers.
+
         Raises:
-            ManifestMismatchError: a rank expects other tensors; nothing was moved, and the
-                communicator goes on working.
-            HcclArgumentError, ManifestError: the tensors cannot be sent.
+            ManifestMismatchError: a rank expects other tensors, or raised an error of its own;
+                nothing was moved, and the communicator goes on working.
+            HcclArgumentError, ManifestError: the tensors cannot be sent. With `compare` the peers
+                are told before it is raised, which waits for them, for the communicator's timeout
+                at most; they get a `ManifestMismatchError` for this call.
             HcclStateError, HcclTimeoutError, HcclError: see `HcclCommunicator.run`; receivers
                 then hold a mixture of old and new.
         """
@@ -272,9 +311,7 @@ class HcclReceiver(_Transfer):
         if root == communicator.rank:
             raise HcclArgumentError(f"rank {root} cannot receive from itself; it is the sender")
 
-    def receive(
-        self, tensors: Sequence[DeviceTensor], *, timeout: float | None = None
-    ) -> HcclReport:
+    def receive(self, tensors: Tensors, *, timeout: float | None = None) -> HcclReport:
         """Overwrite all tensors with the sender's. Collective; blocks until they are here.
 
         Raises:

@@ -16,7 +16,7 @@ from parallelkit_hccl import (
     Packing,
 )
 
-from parallelkit.errors import ManifestMismatchError
+from parallelkit.errors import ManifestError, ManifestMismatchError, WeightTransferError
 
 SPECS = [
     h.spec("layer.weight", "bfloat16", 33, 7),
@@ -108,6 +108,27 @@ def mismatches() -> None:
     move(0, None, 99)
 
 
+def failures_of_one_rank() -> None:
+    """A call that fails on one rank fails on all: its next call is not taken for it."""
+    last = h.RANK == h.WORLD - 1
+    twice = [*memory.tensors, memory.tensors[0]]
+    for bad, options, kind in (
+        (twice, {}, ManifestError),
+        ([("w", 5)], {}, HcclArgumentError),
+        (5, {}, HcclArgumentError),
+        (memory.tensors, {"timeout": -1.0}, WeightTransferError),
+    ):
+        memory.fill(5)
+        untouched = memory.bytes()
+        mover = HcclSender(communicator) if h.RANK == 0 else HcclReceiver(communicator)
+        call = mover.send if h.RANK == 0 else mover.receive
+        with pytest.raises(kind if last else ManifestMismatchError):
+            call(bad, **options) if last else call(memory.tensors)
+        assert memory.bytes() == untouched
+        assert communicator.state == "open"
+        move(0, None, 11)  # and the next one is that of all
+
+
 def collectives() -> None:
     values = (ctypes.c_float * 3)(1.5, h.RANK, -2)
     result = (ctypes.c_float * 3)()
@@ -170,6 +191,7 @@ collectives()
 transfers()
 updates_with_one_sender()
 mismatches()
+failures_of_one_rank()
 arguments()
 ends()
 with h.opened("second") as communicator:  # a process may have several, one after the other
