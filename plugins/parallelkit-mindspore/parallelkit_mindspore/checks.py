@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 from parallelkit.errors import CollectiveError
@@ -11,6 +13,24 @@ from parallelkit_mindspore.tensors import dtype_name
 #: What HCCL and NCCL combine, and what else they move; others are refused by name.
 DEVICE_COMBINES: Final = ("int8", "int32", "int64", "float16", "bfloat16", "float32")
 DEVICE_MOVES: Final = (*DEVICE_COMBINES, "uint8", "float64")
+
+#: What is added to the description of every call now; `noted` sets it.
+_note = ""
+
+
+@contextlib.contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Within, `note` is part of what describes a call that moves a tensor.
+
+    Where calls are compared across ranks, on the CPU, ranks with different notes get an error in
+    place of a result, without a further exchange.
+    """
+    global _note
+    before, _note = _note, f" {note}"
+    try:
+        yield
+    finally:
+        _note = before
 
 
 def describe(call: str, x: Any, kind: str) -> str:
@@ -24,7 +44,7 @@ def describe(call: str, x: Any, kind: str) -> str:
             f"{call} got {name}, which is not moved on {kind}; allowed are "
             f"{', '.join(DEVICE_MOVES)}"
         )
-    return f"{call} of {name}{list(x.shape)}"
+    return f"{call} of {name}{list(x.shape)}{_note}"
 
 
 def operation(call: str, x: Any, op: str, kind: str) -> None:

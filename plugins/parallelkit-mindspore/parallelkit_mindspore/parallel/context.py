@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -171,29 +171,31 @@ class MindSporeParallelContext:
             UnsupportedFeatureError: the model was not spread by this context.
             DataShardError: the batch is empty, or its tensors have different numbers of items.
             PlanError: the loss has dims.
-            RankMismatchError: the weights add up to nothing.
+            RankMismatchError: the weights add up to nothing; or, on the CPU, ranks are in different
+                steps, as after one that failed on one rank alone, or train other parameters.
             LayoutError: after the first backward pass: a parameter that the tensor axis leaves
                 whole got different gradients on its ranks.
         """
         runtime.own("train_step")
         spread = self._spread(model)
-        items = trees.items_in(inputs, target)
-        count = step.check_microbatches(1 if microbatches is None else microbatches)
-        scale = None
-        if weight is not None:
-            scale = self._parts / step.total_weight(weight, self._groups.group(*DATA))
-        weights = spread.trained if backward else []
-        function = spread.steps.function(
-            model, loss, weights, named=isinstance(inputs, Mapping), backward=backward
-        )
-        value, found = step.run(
-            function, inputs, target, items=items, microbatches=count, scale=scale
-        )
-        if backward:
+        reducing = backward and sync and spread.sync
+        with spread.numbered(type(model).__name__) if reducing else nullcontext():
+            items = trees.items_in(inputs, target)
+            count = step.check_microbatches(1 if microbatches is None else microbatches)
+            scale, parts = None, self._recipe.parts
+            if weight is not None:
+                scale = parts / step.total_weight(weight, self._groups.group(*DATA))
+            weights = spread.trained if backward else []
+            function = spread.steps.function(
+                model, loss, weights, named=isinstance(inputs, Mapping), backward=backward
+            )
+            value, found = step.run(
+                function, inputs, target, items=items, microbatches=count, scale=scale
+            )
             spread.gradients.add(weights, found)
-            if sync and spread.sync:
+            if reducing:
                 self._recipe.reduce_gradients(spread)
-        return value if scale is None else value / self._parts
+        return value if scale is None else value / parts
 
     def accumulate(self, model: nn.Cell, *, sync: bool) -> AbstractContextManager[None]:
         """Within, train steps reduce gradients over the data axes only if `sync`.
@@ -287,7 +289,7 @@ class MindSporeParallelContext:
             RankMismatchError: the weights of all parts add up to nothing.
         """
         runtime.own("weighted_mean")
-        return total * (self._parts / step.total_weight(weight, self._groups.group(*DATA)))
+        return total * (self._recipe.parts / step.total_weight(weight, self._groups.group(*DATA)))
 
     def grad_reducer(self, parameters: Iterable[Any]) -> nn.Cell:
         """Make a cell that reduces gradients as the context does, for a step of your own.
@@ -397,7 +399,7 @@ class MindSporeParallelContext:
     ) -> dict[str, Plain]:
         """Read a checkpoint in place, whatever plan wrote it. Collective; see `checkpoint.load`.
 
-        Arguments are those of `save`.
+        Arguments are those of `save`. Gradients are forgotten; train steps count anew.
 
         Returns:
             The `extra` that was saved.
@@ -409,13 +411,15 @@ class MindSporeParallelContext:
 
         runtime.own("load")
         spread = self._spread(model)
-        return checkpoint.load(
+        extra = checkpoint.load(
             path,
             checkpoint.State.of(spread.parameters, spread.dims, optimizer),
             place=(self._groups.group("tensor").rank, self.plan.tensor),
             group=self._group,
             timeout=timeout,
         )
+        spread.begin()
+        return extra
 
     def reset(self) -> None:
         """Forget the models, and put MindSpore's settings back to what they were.
@@ -443,8 +447,3 @@ class MindSporeParallelContext:
                 "context; call model = context.parallelize(model) first"
             )
         return found
-
-    @property
-    def _parts(self) -> int:
-        """By what a reduction over the data axes divides."""
-        return self.plan.data_shard_count if self.reduce == "mean" else 1

@@ -9,8 +9,10 @@ from typing import Any, final
 import attrs
 from mindspore import nn
 
+from parallelkit.errors import CollectiveError, RankMismatchError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import ProcessGroup
+from parallelkit_mindspore import checks
 from parallelkit_mindspore.parallel import replicate, step, tensor
 from parallelkit_mindspore.parallel.axes import DATA, AxisGroups
 from parallelkit_mindspore.parallel.divided import reducing
@@ -29,7 +31,8 @@ class Spread:
         steps: its step functions.
         gradients: of its train steps.
         sync: whether train steps reduce; `accumulate` changes it.
-        compared: whether gradients of what the tensor axis leaves whole were seen to be equal.
+        begun: number of the train step that reduces, from 1; those that failed count.
+        compared: names of what the tensor axis leaves whole whose gradients were seen to be equal.
     """
 
     done: list[str]
@@ -38,7 +41,8 @@ class Spread:
     steps: step.Steps = attrs.field(factory=step.Steps)
     gradients: Gradients = attrs.field(factory=Gradients)
     sync: bool = True
-    compared: bool = False
+    begun: int = 0
+    compared: set[str] = attrs.field(factory=set)
 
     @property
     def trained(self) -> list[Any]:
@@ -49,6 +53,40 @@ class Spread:
     def divided(self) -> set[int]:
         """Ids of the parameters that are divided."""
         return {id(self.parameters[name]) for name in self.dims}
+
+    def begin(self) -> None:
+        """Forget the gradients, and count train steps anew."""
+        self.gradients.forget(self.parameters.values())
+        self.begun = 0
+
+    @contextlib.contextmanager
+    def numbered(self, title: str) -> Iterator[None]:
+        """Within, collectives fail on all ranks unless all are in this step of the same parameters.
+
+        On the CPU alone, where calls are compared. It costs no exchange of its own.
+
+        Args:
+            title: of the model, for messages.
+
+        Raises:
+            RankMismatchError: a rank is in another step, or trains other parameters.
+        """
+        self.begun += 1
+        trained = [name for name, p in self.parameters.items() if p.requires_grad]
+        frozen = [name for name, p in self.parameters.items() if not p.requires_grad]
+        shorter = f"all but {frozen}" if len(frozen) < len(trained) else f"{trained}"
+        which = shorter if frozen else "all parameters"
+        try:
+            with checks.noted(f"in train step {self.begun} of {title}, of {which}"):
+                yield
+        except CollectiveError as error:
+            if "ranks made different calls" not in str(error):
+                raise
+            raise RankMismatchError(
+                f"ranks are in different train steps, or do not train the same parameters; {error}\n"
+                "A rank whose step failed must not go on alone: load a checkpoint on every rank, "
+                "which counts anew, or end them all"
+            ) from error
 
     @contextlib.contextmanager
     def synchronised(self, sync: bool) -> Iterator[None]:
@@ -70,6 +108,11 @@ class Recipe:
     group: ProcessGroup
     groups: AxisGroups
     layouts: Mapping[str, str] | None
+
+    @property
+    def parts(self) -> int:
+        """By what a reduction over the data axes divides."""
+        return self.plan.data_shard_count if self.reduce == "mean" else 1
 
     def apply(self, model: nn.Cell) -> tuple[nn.Cell, Spread]:
         """Spread a model: look, compare, take rank 0's values, divide layers.
@@ -96,19 +139,20 @@ class Recipe:
         return model, Spread(done, replicate.parameters(model), dims)
 
     def reduce_gradients(self, spread: Spread) -> None:
-        """Reduce what waits over the data axes. Collective over them, and once over the tensor's.
+        """Reduce what waits over the data axes. Collective over them, and at first the tensor's.
 
         Raises:
-            LayoutError: the first time: a parameter that the tensor axis leaves whole got different
-                gradients on its ranks.
+            LayoutError: a parameter that the tensor axis leaves whole got different gradients on
+                its ranks; seen when its first ones come that are not all zero.
         """
         spread.gradients.reduce(self._reduced)
-        if self.plan.tensor > 1 and not spread.compared:
-            found = spread.gradients.of(spread.trained)
-            trained = [name for name, p in spread.parameters.items() if p.requires_grad]
-            named = dict(zip(trained, found, strict=True))
-            tensor.check_whole(named, spread.dims, self.groups.group("tensor"))
-            spread.compared = True
+        if self.plan.tensor > 1:
+            known = spread.compared.union(spread.dims)
+            left = {
+                n: p for n, p in spread.parameters.items() if p.requires_grad and n not in known
+            }
+            found = dict(zip(left, spread.gradients.of(list(left.values())), strict=True))
+            spread.compared |= tensor.check_whole(found, spread.dims, self.groups.group("tensor"))
 
     def reducer(self, parameters: Iterable[Any]) -> nn.Cell:
         """MindSpore's cell that reduces gradients over the data axes."""
