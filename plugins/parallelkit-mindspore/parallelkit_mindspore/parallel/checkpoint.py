@@ -156,13 +156,14 @@ def load(
     Raises:
         CheckpointError: there is none, it is damaged, or it is not this model's or optimiser's;
             the message lists the differences. Raised on every rank.
+        RankMismatchError: some ranks gave an optimiser and others did not; on every rank.
         CollectiveTimeoutError, CollectiveError: a rank did not come, or is gone.
     """
     ranks = _Ranks(group, timeout)
     about: formats.About | None = None
     found: dict[str, dict[str, formats.Stored]] = {}
 
-    def read() -> str:
+    def read() -> list[Plain]:
         nonlocal about, found
         folder = files.existing(files.target_of(path))
         about = formats.read_about(folder)
@@ -170,10 +171,16 @@ def load(
         found = {part: formats.read(folder, part, about) for part in state.parts}
         for part in state.parts:
             _match(folder, part, found[part], state, place[1])
-        return about.mark
+        return [about.mark, state.kind]
 
-    marks = ranks.together("reading the checkpoint", read)
-    if len(set(map(str, marks))) > 1:
+    seen: list[Any] = ranks.together("reading the checkpoint", read)
+    kinds = [kind for _, kind in seen]
+    if len(set(kinds)) > 1:
+        raise RankMismatchError(
+            f"ranks load with different optimizers: {kinds}, by rank, where '' is none. Give "
+            "every rank the same"
+        )
+    if len({mark for mark, _ in seen}) > 1:
         raise CheckpointError(
             f"ranks read different checkpoints at {path}: it must be on a file system that all "
             "ranks share, and nobody may write there meanwhile"

@@ -72,6 +72,42 @@ def not_finite(context: Any, model: Any) -> None:
     context.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
+def apart(folder: Path) -> None:
+    """Ranks that train other parameters, or are in different steps, get no mixed gradients."""
+    context = pk.parallel_context()
+    model = context.parallelize(nn.SequentialCell(nn.Dense(2, 2), nn.Dense(2, 2)))
+    optimizer = nn.Momentum(model.trainable_params(), 0.1, 0.9)
+    path = str(folder / "apart")
+    context.save(path, model, optimizer)
+    x = ms.Tensor(np.ones((2, 2), np.float32))
+
+    def train(weight: Any = None, loss: Any = total) -> None:
+        context.train_step(model, x, x, loss=loss, weight=weight)
+
+    train()
+    frozen = model[group.rank].weight
+    frozen.requires_grad = False
+    raises(RankMismatchError, "in train step 2 of SequentialCell, of all but ['1.weight']", train)
+    frozen.requires_grad = True
+
+    def fails(output: Any, target: Any) -> Any:
+        raise ValueError("mine")
+
+    for weight in (None, 2):
+        context.load(path, model, optimizer)
+        if group.rank:
+            raises(ValueError, "mine", lambda: train(None, fails))
+        raises(RankMismatchError, "rank(s) 1: all_", lambda w=weight: train(w))
+        raises(RankMismatchError, "rank(s) 0: all_", lambda w=weight: train(w))
+    context.load(path, model, optimizer)
+    assert not any(float(abs(g).max()) for g in context.gradients(model))
+    raises(RankMismatchError, "different optimizers: ['Momentum', '']", lambda: context.load(
+        path, model, None if group.rank else optimizer,
+    ))  # fmt: skip
+    train()
+    context.reset()
+
+
 def divided() -> None:
     layouts = LAYOUTS["mlp"]
     context = pk.parallel_context(tensor=2, layouts=layouts)
@@ -83,13 +119,20 @@ def divided() -> None:
     context.reset()
 
     # a norm inside a divided region has whole parameters and a part of the activations
-    context = pk.parallel_context(tensor=2, layouts={"up": "colwise", "down": "rowwise"})
-    model = context.parallelize(Wrong())
     x = ms.Tensor(np.arange(12).reshape(2, 6).astype(np.float32))
-    raises(LayoutError, "what it works on is divided", lambda: context.train_step(
-        model, x, loss=square,
-    ))  # fmt: skip
-    context.reset()
+    for zero in (False, True):
+        context = pk.parallel_context(tensor=2, layouts={"up": "colwise", "down": "rowwise"})
+        given = Wrong()
+        if zero:  # as many start: then the gradients before it are zero in the first step
+            given.down.weight.copy_(ops.zeros_like(given.down.weight))
+        model = context.parallelize(given)
+        if zero:
+            context.train_step(model, x, loss=square_above_1)
+            context.apply_gradients(model, nn.SGD(model.trainable_params(), 0.1))
+        raises(LayoutError, "what it works on is divided", lambda c=context, m=model: c.train_step(
+            m, x, loss=square_above_1,
+        ))  # fmt: skip
+        context.reset()
     context = pk.parallel_context(tensor=2, layouts={"": "colwise"})
     double = nn.Dense(2, 4, dtype=ms.float64)
     raises(UnsupportedFeatureError, "float64", lambda: context.parallelize(double))
@@ -118,8 +161,8 @@ class Wrong(nn.Cell):  # type: ignore[misc]
         return self.down(self.up(x) * self.scale)
 
 
-def square(output: Any, target: Any) -> Any:
-    return (output * output).mean()
+def square_above_1(output: Any, target: Any) -> Any:
+    return ((output - 1) * (output - 1)).mean()
 
 
 def checkpoints(folder: Path) -> None:
@@ -168,7 +211,7 @@ def checkpoints(folder: Path) -> None:
     raises(CheckpointError, "does not exist", lambda: plain.load(str(folder / "none"), other))
     for parameter, value in zip(other.get_parameters(), kept, strict=True):
         np.testing.assert_array_equal(parameter.asnumpy(), value)
-    assert sorted(p.name for p in folder.iterdir()) == ["first", "second"]
+    assert sorted(p.name for p in folder.iterdir()) == ["apart", "first", "second"]
     wide.reset()
     plain.reset()
 
@@ -196,6 +239,7 @@ def seeds_and_data() -> None:
 group = pk.init_process_group(framework="mindspore", device="cpu", timeout=60)
 different_models()
 units()
+apart(Path(sys.argv[1]))
 divided()
 seeds_and_data()
 checkpoints(Path(sys.argv[1]))
