@@ -85,6 +85,11 @@ class HcclCommunicator:
             HcclError: HCCL or the device's runtime refused.
         """
         _check_place(rank, world_size, device)
+        if not callable(exchange):
+            raise HcclArgumentError(
+                f"exchange is {exchange!r:.80}; it is a RootInfoServer, a RootInfoTicket, or a "
+                "function of a root info and seconds"
+            )
         check_timeout(timeout)
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._library = library or Library.load()
@@ -174,8 +179,11 @@ class HcclCommunicator:
         Raises:
             HcclError: there is no such memory; the communicator goes on working.
         """
-        if nbytes <= 0:
-            raise HcclArgumentError(f"{nbytes} bytes of device memory were asked for; at least 1")
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or not 0 < nbytes < 1 << 62:
+            raise HcclArgumentError(
+                f"{nbytes!r:.80} bytes of device memory were asked for; it is an integer of at "
+                "least 1"
+            )
         what = f"allocating {nbytes} bytes on device {self.device}"
         made = self._do(
             what, lambda: self._library.allocate(nbytes), self._deadline(None), breaks=False
@@ -185,16 +193,17 @@ class HcclCommunicator:
 
     def free(self, pointer: int) -> None:
         """Free what `allocate` gave. Not collective."""
-        if pointer not in self._allocated:
-            raise HcclArgumentError(f"{pointer:#x} was not allocated here, or was freed")
+        if not isinstance(pointer, int) or pointer not in self._allocated:
+            said = hex(pointer) if isinstance(pointer, int) else f"{pointer!r:.80}"
+            raise HcclArgumentError(f"{said} was not allocated here, or was freed")
         del self._allocated[pointer]
         what = f"freeing device memory at {pointer:#x}"
         self._do(what, lambda: self._library.call("aclrtFree", pointer), self._deadline(None))
 
     def agree(self, digest: bytes, *, timeout: float | None = None) -> bool:
         """Whether all ranks gave the same digest, of 16 bytes. Collective; all learn the same."""
-        if len(digest) != 4 * _WORDS:
-            raise HcclArgumentError(f"a digest of {len(digest)} bytes; it has {4 * _WORDS}")
+        if not isinstance(digest, bytes) or len(digest) != 4 * _WORDS:
+            raise HcclArgumentError(f"the digest is {digest!r:.80}; it is {4 * _WORDS} bytes")
         mask = (1 << _WORD_BITS) - 1
         words = [word & mask for word in struct.unpack(f"<{_WORDS}I", digest)]
         # The largest of all x, and of all -x, are opposite only where all x are equal.

@@ -41,6 +41,12 @@ def test_places_that_cannot_be(library, rank, world_size, device, said):
         HcclCommunicator(rank, world_size, never, device=device, library=library)
 
 
+@pytest.mark.parametrize("exchange", [None, b"info", 5])
+def test_exchanges_that_cannot_be(library, exchange):
+    with pytest.raises(HcclArgumentError, match="exchange is"):
+        HcclCommunicator(1, 2, exchange, library=library)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "60", None, True])
 def test_timeouts_that_cannot_be(library, timeout):
     with pytest.raises(WeightTransferError, match="timeout is"):

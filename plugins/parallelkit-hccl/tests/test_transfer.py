@@ -56,6 +56,33 @@ def test_real_tensors_of_torch():
     assert empty.spec.nbytes == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (5, "located got 5; it takes pairs"),
+        (None, "located got None"),
+        ([5], "5 is no pair"),
+        ([("a",)], "is no pair"),
+        (["ab"], "'ab' is no pair"),
+        ([("a", 5)], "'a' is a int without dtype, shape, data_ptr, is_contiguous"),
+        ([("a", bytearray(3))], "'a' is a bytearray without"),
+    ],
+)
+def test_what_is_no_tensor(given, said):
+    with pytest.raises(HcclArgumentError, match=said):
+        located(given)
+
+
+def test_arrays_and_tensors_without_memory():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    with pytest.raises(HcclArgumentError, match="'a' is a ndarray without data_ptr"):
+        located([("a", numpy.zeros(3))])
+    with pytest.raises(HcclArgumentError, match="'a'.* lies at 0|'a'.*no memory"):
+        located([("a", torch.zeros(3, device="meta"))])
+    with pytest.raises(HcclArgumentError, match="'a'.*no memory"):
+        located([("a", torch.eye(3).to_sparse())])
+
+
 def test_a_dtype_that_nobody_knows():
     with pytest.raises(ManifestError, match="int4"):
         located([("w", Lying("torch.int4", 2))])

@@ -277,6 +277,7 @@ def test_the_optimizers_ranks_are_found_as_the_file_has_them() -> None:
     [
         ("", "no JSON"),
         ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
         ("[]", "damaged"),
         ({}, "parallel_strategy_item"),
         ({"parallel_strategy_item": []}, "damaged"),

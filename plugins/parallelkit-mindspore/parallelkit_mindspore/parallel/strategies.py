@@ -164,7 +164,7 @@ def read_file(path: str | Path) -> Strategies:
         raise StrategyError(
             f"the strategy file {str(path)!r} cannot be read: {error.strerror}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StrategyError(f"the strategy file {str(path)!r} is no JSON: {error}") from error
     try:
         return _file_content(content)
