@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -111,22 +113,36 @@ def apply(model: nn.Cell, styles: Mapping[str, str], group: ProcessGroup) -> Div
 
 def check_whole(
     gradients: Mapping[str, Any], divided: Collection[str], group: ProcessGroup
-) -> None:
+) -> set[str]:
     """See that ranks got the same gradients for what is whole on each. Collective over `group`.
+
+    Zeros are equal whatever was divided, as long as a weight behind them is zero, and so tell
+    nothing yet; nor do infinities and NaN.
+
+    Returns:
+        The names whose gradients were compared: neither all zero nor without end. The same on
+        every rank.
 
     Raises:
         LayoutError: on every rank, if they differ: a layer works on a part of the activations and
             holds its parameters whole.
     """
     whole = {name: g for name, g in gradients.items() if name not in divided and g.size}
+    if not whole:
+        return set()
+    flat = [g.reshape(-1).astype(ms.float32) for g in whole.values()]
+    largest = group.all_reduce(ops.stack([ops.abs(g).max() for g in flat]), "max").asnumpy()
+    telling = [0.0 < float(size) < math.inf for size in largest]
+    compared = dict(itertools.compress(zip(whole, flat, strict=True), telling))
+    if not compared:
+        return set()
+    sizes = [int(mine.size) for mine in compared.values()]
+    first = mint.split(group.broadcast(mint.cat(list(compared.values())), 0), sizes)
     wrong = None
-    if whole:
-        flat = mint.cat([g.reshape(-1).astype(ms.float32) for g in whole.values()])
-        first = mint.split(group.broadcast(flat, 0), [int(g.size) for g in whole.values()])
-        for (name, mine), other in zip(whole.items(), first, strict=True):
-            apart = float(ops.abs(mine.reshape(-1).astype(ms.float32) - other).max())
-            if wrong is None and not apart <= _TOLERANCE * (float(ops.abs(other).max()) + 1e-6):
-                wrong = name
+    for (name, mine), other in zip(compared.items(), first, strict=True):
+        apart = float(ops.abs(mine - other).max())
+        if wrong is None and not apart <= _TOLERANCE * (float(ops.abs(other).max()) + 1e-6):
+            wrong = name
     if any_rank(wrong is not None, group):
         which = f"the parameter {wrong!r}" if wrong else "a parameter, named on another rank,"
         raise LayoutError(
@@ -134,6 +150,7 @@ def check_whole(
             "what it works on is divided. Divide it too, or end the divided part before it, with "
             "'rowwise' or 'colwise_gather'"
         )
+    return set(compared)
 
 
 def _replace(everything: Collection[nn.Cell], plain: nn.Cell, part: nn.Cell) -> None:
