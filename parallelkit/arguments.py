@@ -31,6 +31,8 @@ def members(ranks: Sequence[int], world_size: int) -> list[int]:
 
 def parts(given: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
     """Check the parts of a whole group: every rank in exactly one of them."""
+    if not isinstance(given, Iterable):
+        raise GroupError(f"partition got {given!r}; it takes a list of lists of ranks")
     checked = [members(part, world_size) for part in given]
     if sorted(rank for part in checked for rank in part) != list(range(world_size)):
         raise GroupError(

@@ -49,7 +49,7 @@ def describe(call: str, x: Any, kind: str) -> str:
 
 def operation(call: str, x: Any, op: str, kind: str) -> None:
     """Check that tensors like `x` can be combined by `op`."""
-    if op not in reductions.OPS:
+    if not isinstance(op, str) or op not in reductions.OPS:
         raise CollectiveError(f"{call}: op is {op!r}; allowed are {', '.join(reductions.OPS)}")
     name = dtype_name(x)
     if op == "mean" and (name == "bool" or name in reductions.INTEGERS):

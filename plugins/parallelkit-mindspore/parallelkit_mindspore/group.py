@@ -103,8 +103,11 @@ class MindSporeProcessGroup:
     """A `parallelkit.protocols.ProcessGroup` over one of MindSpore's groups.
 
     For PyNative code: collectives take and give `mindspore.Tensor`s outside of compiled
-    functions, in either mode. Results carry no gradient. On the CPU every call is compared across
-    ranks first, the data goes over parallelkit's own connections, and a rank that comes too late
+    functions, in either mode. Results carry no gradient. MindSpore cannot compile them: within
+    `mindspore.jit` and `construct` in graph mode its parser raises `RuntimeError` ("Unsupported
+    exception type"); there use `ops.AllReduce(group=group.native)` and its like.
+
+    On the CPU every call is compared across ranks first, the data goes over parallelkit's own connections, and a rank that comes too late
     gets an error. What the user sends by MindSpore's own operators, and what a graph sends, is
     not protected: there a rank that is late by more than the time limit computes with wrong
     values, and is told nothing. On Ascend and GPU the backend moves the data; that was never run.
@@ -207,7 +210,7 @@ class MindSporeProcessGroup:
 
     def all_reduce(self, x: Any, op: str = "sum") -> Any:
         """Combine `x` elementwise over ranks; `op` is sum, mean, max, min or product."""
-        what = self._check(f"all_reduce(op={op!r})", x, op)
+        what = self._check_combined(f"all_reduce(op={op!r})", x, op)
         return self._data.all_reduce(what, x, op) if self._is_shared else copied(x, self._kind)
 
     def broadcast(self, x: Any, src: int = 0) -> Any:
@@ -222,7 +225,7 @@ class MindSporeProcessGroup:
 
     def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
         """Combine `x` over ranks and keep this rank's slice of dim 0, which must divide evenly."""
-        what = self._check(f"reduce_scatter(op={op!r})", x, op)
+        what = self._check_combined(f"reduce_scatter(op={op!r})", x, op)
         if not x.shape or x.shape[0] % self.world_size:
             raise CollectiveError(f"{what}: dim 0 must divide by the world size, {self.world_size}")
         return self._data.reduce_scatter(what, x, op) if self._is_shared else copied(x, self._kind)
@@ -373,11 +376,13 @@ class MindSporeProcessGroup:
         if self._closed:
             raise GroupClosedError(f"{what} was called on a group that was closed")
 
-    def _check(self, call: str, x: Any, op: str | None = None) -> str:
+    def _check(self, call: str, x: Any) -> str:
         self._check_open(call)
-        what = checks.describe(call, x, self._kind)
-        if op is not None:
-            checks.operation(call, x, op, self._kind)
+        return checks.describe(call, x, self._kind)
+
+    def _check_combined(self, call: str, x: Any, op: str) -> str:
+        what = self._check(call, x)
+        checks.operation(call, x, op, self._kind)
         return what
 
     def _divided(self, what: str, parts: list[list[int]]) -> MindSporeProcessGroup | None:

@@ -99,6 +99,10 @@ def test_wrong_arguments(group: MindSporeProcessGroup) -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: group.all_reduce(x, "avg"), "op is 'avg'; allowed are sum, mean"),
         (lambda: group.all_reduce(whole, "mean"), "mean of integers"),
+        (lambda: group.all_reduce(x, None), "op is None"),
+        (lambda: group.reduce_scatter(x, None), "op is None"),
+        (lambda: group.all_reduce(x, ["sum"]), "op is .'sum'"),
+        (lambda: group.all_reduce(x, np.ones(2)), "op is array"),
         (lambda: group.all_reduce(x.astype(ms.bool_), "mean"), "mean of integers"),
         (lambda: group.all_reduce(x.astype(ms.complex64), "max"), "complex"),
         (lambda: group.all_reduce([1.0]), "got a list"),
@@ -113,6 +117,8 @@ def test_wrong_arguments(group: MindSporeProcessGroup) -> None:
     for call, said in calls:
         with pytest.raises(CollectiveError, match=said):
             call()
+    with pytest.raises(GroupError, match="partition got 5; it takes a list of lists"):
+        group.partition(5)  # type: ignore[arg-type]
     with pytest.raises(NotPlainError):
         group.broadcast_object((1,))  # type: ignore[arg-type]
 

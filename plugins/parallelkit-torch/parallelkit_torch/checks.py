@@ -21,6 +21,7 @@ def describe(call: str, x: torch.Tensor, device: torch.device) -> str:
     """Check that `x` is a dense tensor on the group's device; return the call with its type."""
     if not isinstance(x, torch.Tensor):
         kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__qualname__}"
+        kind = kind.removeprefix("builtins.")
         hint = ", or init_process_group(framework='mindspore')" if "mindspore." in kind else ""
         raise CollectiveError(f"{call} got a {kind}; this group takes a torch.Tensor{hint}")
     if x.layout is not torch.strided or x.device.type != device.type:
@@ -33,7 +34,7 @@ def describe(call: str, x: torch.Tensor, device: torch.device) -> str:
 
 def operation(call: str, x: torch.Tensor, op: str, backend: str) -> None:
     """Check that `backend` can combine tensors like `x` by `op`."""
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise CollectiveError(f"{call}: op is {op!r}; allowed are {', '.join(OPS)}")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise CollectiveError(

@@ -186,7 +186,7 @@ class TorchProcessGroup:
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Combine `x` elementwise over ranks; `op` is sum, mean, max, min or product."""
-        what = self._check(f"all_reduce(op={op!r})", x, op)
+        what = self._check_combined(f"all_reduce(op={op!r})", x, op)
         out = _fresh(x)
         if self._meet(what, x):
             self._wire.all_reduce(what, out, op)
@@ -213,7 +213,7 @@ class TorchProcessGroup:
 
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Combine `x` over ranks and keep this rank's slice of dim 0, which must divide evenly."""
-        what = self._check(f"reduce_scatter(op={op!r})", x, op)
+        what = self._check_combined(f"reduce_scatter(op={op!r})", x, op)
         if x.dim() == 0 or x.shape[0] % self.world_size:
             raise CollectiveError(f"{what}: dim 0 must divide by the world size, {self.world_size}")
         each = x.shape[0] // self.world_size
@@ -344,11 +344,13 @@ class TorchProcessGroup:
         if self._closed:
             raise GroupClosedError(f"{what} was called on a group that was closed")
 
-    def _check(self, call: str, x: torch.Tensor, op: str | None = None) -> str:
+    def _check(self, call: str, x: torch.Tensor) -> str:
         self._check_open(call)
-        what = checks.describe(call, x, self._wire.device)
-        if op is not None:
-            checks.operation(call, x, op, self._backend)
+        return checks.describe(call, x, self._wire.device)
+
+    def _check_combined(self, call: str, x: torch.Tensor, op: str) -> str:
+        what = self._check(call, x)
+        checks.operation(call, x, op, self._backend)
         return what
 
     def _meet(self, what: str, x: torch.Tensor) -> bool:

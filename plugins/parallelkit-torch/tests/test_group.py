@@ -64,6 +64,10 @@ def test_wrong_arguments(group: TorchProcessGroup) -> None:
     x = torch.ones(2)
     for call, said in [
         (lambda: group.all_reduce(x, "avg"), "op is 'avg'; allowed are sum, mean"),
+        (lambda: group.all_reduce(x, None), "op is None"),  # type: ignore[arg-type]
+        (lambda: group.reduce_scatter(x, None), "op is None"),  # type: ignore[arg-type]
+        (lambda: group.all_reduce(x, ["sum"]), "op is .'sum'"),  # type: ignore[arg-type]
+        (lambda: group.all_reduce(x, torch.ones(2)), "op is tensor"),  # type: ignore[arg-type]
         (lambda: group.all_reduce(torch.ones(2, dtype=torch.int64), "mean"), "mean of integers"),
         (lambda: group.all_reduce(x.to(torch.complex64), "max"), "complex"),
         (lambda: group.all_reduce(x.to(torch.float8_e4m3fn)), "gloo cannot combine"),
@@ -81,6 +85,8 @@ def test_wrong_arguments(group: TorchProcessGroup) -> None:
     ]:
         with pytest.raises(CollectiveError, match=said):
             call()
+    with pytest.raises(GroupError, match="partition got 5; it takes a list of lists"):
+        group.partition(5)  # type: ignore[arg-type]
     with pytest.raises(NotPlainError):
         group.broadcast_object((1,))  # type: ignore[arg-type]
 
