@@ -157,6 +157,60 @@ def test_recompiles_are_constant_over_steps_and_grow_with_shapes() -> None:
         assert counts(graph) == (1 + recompiles, recompiles, 0)
 
 
+class Product(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = ms.Parameter(ones(3, 2), name="weight")
+
+    def construct(self, x: Any) -> Any:
+        return ops.matmul(x, self.weight)
+
+
+@pytest.mark.parametrize("capture", ["ast", "bytecode"])
+def test_parameters_that_move_are_noticed_and_compiled_again(capture: str) -> None:
+    cell, graph = Product(), mode("graph", capture_mode=capture)
+    graph.compile(cell)
+    x = ones(2, 3)
+    twin = copy.deepcopy(cell)
+    twin(x)
+    cell(x)
+    compiled = graph.graphs
+    cell(x)
+    assert graph.graphs == compiled > 0
+    cell.weight.set_data(ones(3, 2) * 5)
+    assert cell(x).asnumpy().tolist() == [[15.0, 15.0]] * 2
+    assert graph.graphs == compiled + 1
+    cell(x)
+    assert graph.graphs == compiled + 1
+    cell.weight.copy_(ones(3, 2))
+    assert cell(x).asnumpy().tolist() == [[3.0, 3.0]] * 2, "in place: no need to compile"
+    assert graph.graphs == compiled + 1
+    twin.weight.set_data(ones(3, 2) * 2)
+    assert twin(x).asnumpy().tolist() == [[6.0, 6.0]] * 2, "a copy is watched by itself"
+
+
+def test_an_optimiser_behind_a_compiled_function_is_watched() -> None:
+    layer = nn.Dense(3, 2)
+    optimiser = nn.SGD(layer.trainable_params(), 0.1)
+
+    def loss(x: Any) -> Any:
+        return layer(x).sum()
+
+    gradient = ms.value_and_grad(loss, None, optimiser.parameters)
+
+    def step(x: Any) -> Any:
+        value, gradients = gradient(x)
+        optimiser(gradients)
+        return value
+
+    compiled = mode("graph").compile(step)
+    compiled(ones(2, 3))
+    optimiser.learning_rate.set_data(ms.Tensor(0.0))
+    before = layer.weight.asnumpy().copy()
+    compiled(ones(2, 3))
+    assert np.array_equal(layer.weight.asnumpy(), before)
+
+
 def test_dynamic_shapes_stop_compiling() -> None:
     graph = mode("graph", dynamic=True)
     step = graph.compile(doubled)

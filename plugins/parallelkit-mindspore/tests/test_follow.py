@@ -136,6 +136,27 @@ def test_a_cell_follows_arrays(verify: str) -> None:
     assert target.addresses() == addresses
 
 
+class Total(Model):
+    def construct(self) -> Any:
+        return self.body.sum() + self.head.sum()
+
+
+def test_a_compiled_cell_follows_after_its_parameters_moved() -> None:
+    source, target = arrays(), Total()
+    pk.execution_mode("graph", framework="mindspore").compile(target)
+    with pk.publish_weights(source, timeout=30) as publisher:
+        with pk.subscribe_weights(target, publisher.ticket) as follower:
+            for version in (1, 2):
+                for array in source.arrays.values():
+                    array[...] = version
+                done = beside(publisher.update)
+                follower.step()
+                done()
+                with follower.use() as model:
+                    assert float(model().asnumpy()) == version * ((1 << 16) + 15)
+                ms.load_param_into_net(target, {"body": ms.Parameter(target.body.copy())})
+
+
 def test_a_cell_follows_a_cell_that_serves_from_a_thread() -> None:
     source, target = nn.WithLossCell(Model(), nn.MSELoss()), Model()
     with pk.publish_weights(ms.Model(source), timeout=30) as publisher:

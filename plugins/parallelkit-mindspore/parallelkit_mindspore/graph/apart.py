@@ -39,7 +39,7 @@ def apart() -> Iterator[None]:
             yield
         finally:
             runtime.synchronize()
-            _drop(phases() - before)
+            drop(phases() - before)
             api.function_phases.clear()
             api.function_phases.update(compiled)
 
@@ -127,7 +127,7 @@ def cells_of(*things: Any) -> list[Any]:
     return list(found.values())
 
 
-def _drop(keys: set[str]) -> None:
+def drop(keys: set[str]) -> None:
     """Free graphs as `mindspore.ms_memory_recycle` does, but these alone."""
     from mindspore._c_expression import JitExecutor_
     from mindspore.graph import api

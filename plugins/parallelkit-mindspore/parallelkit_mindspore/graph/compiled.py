@@ -23,6 +23,8 @@ from mindspore import nn
 
 from parallelkit.errors import ExecutionModeError
 from parallelkit_mindspore import runtime
+from parallelkit_mindspore.graph import apart
+from parallelkit_mindspore.graph.moved import Addresses
 
 _MINDSPORE: Final = str(Path(ms.__file__).parent)
 _numbers = itertools.count(1)
@@ -66,35 +68,43 @@ def compile_function(
 ) -> Callable[..., Any]:
     """`mindspore.jit(function, **options)`, counted into `tally`.
 
-    With `MS_JIT=0` in the environment, as inside an `eager` block, it runs uncompiled. MindSpore
-    sees through it, so that it can be called inside other graphs.
+    Graphs whose parameters lie in other memory by now, as after `load_checkpoint`, are dropped
+    and compiled again. With `MS_JIT=0` in the environment, as inside an `eager` block, it runs
+    uncompiled. MindSpore sees through it, so that it can be called inside other graphs.
 
     Raises:
         WrongThreadError: when called in a thread that does not own MindSpore.
     """
-    compiled = ms.jit(function, **options)
-    compiled.__jit_graph_name__ = f"parallelkit-{next(_numbers)}"
+    compiled, addresses = _jit(function, options), Addresses()
     traces = options.get("capture_mode") == "trace"
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         global _claimed
+        nonlocal compiled
         runtime.own(f"{function.__qualname__}, which is compiled,")
         if os.environ.get("MS_JIT") == "0":
             return function(*args, **kwargs)
-        before, claimed = _compilations(function), _claimed
+        key = args[0] if args and isinstance(args[0], nn.Cell) else function
+        if addresses.moved(key):
+            _drop(compiled)
+            addresses.forget(key)
+            compiled = _jit(function, options)
+        before, claimed = _compilations(compiled), _claimed
         outermost = traces and not _is_tracing()
         try:
-            return compiled(*args, **kwargs)
+            return compiled.call(*args, **kwargs)
         except BaseException:
             if outermost:
                 _end_trace()
             raise
         finally:
-            new = _compilations(function) - before - (_claimed - claimed)
+            new = _compilations(compiled) - before - (_claimed - claimed)
             tally.called += new
             _claimed += new
-            tally.breaks = max(tally.breaks, _extra(function, "break_count_"))
+            tally.breaks = max(tally.breaks, _extra(compiled, "break_count_"))
+            if new:
+                addresses.note(key, (function, args, kwargs))
 
     run.__dict__["_parallelkit_compiled"] = True
     return run
@@ -219,19 +229,55 @@ def _undo_cell(cell: Any) -> bool:
     return was
 
 
-def _compilations(function: Any) -> int:
-    """How many graphs the process has compiled for callables, and for `function` from bytecode."""
+@attrs.frozen(eq=False)
+class _Compiled:
+    """What `mindspore.jit` made of `source`, under the key `name`."""
+
+    call: Callable[..., Any]
+    source: types.FunctionType
+    name: str
+
+
+def _jit(function: types.FunctionType, options: Mapping[str, Any]) -> _Compiled:
+    """Compile under a key of its own, and from code of its own: bytecode capture keeps there."""
+    source = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    for name in ("__module__", "__qualname__", "__doc__", "__annotations__", "__kwdefaults__"):
+        setattr(source, name, getattr(function, name))
+    source.__dict__.update(function.__dict__)
+    call: Any = ms.jit(source, **options)
+    call.__jit_graph_name__ = f"parallelkit-{next(_numbers)}"
+    return _Compiled(call, source, call.__jit_graph_name__)
+
+
+def _drop(compiled: _Compiled) -> None:
+    """Free the graphs of what `_jit` made; what an enclosing call counts stays right."""
+    global _claimed
+    from mindspore.graph import api
+
+    keys = {key for key in api.ms_compile_cache if key.endswith(compiled.name)}
+    apart.drop(keys)
+    _claimed -= len(keys)
+
+
+def _compilations(compiled: _Compiled) -> int:
+    """How many graphs the process has compiled for callables, and for this one from bytecode."""
     from mindspore.graph import api, jit_trace
 
     traced = len(getattr(jit_trace, "_trace_compile_cache", ()))
-    return len(api.ms_compile_cache) + traced + _extra(function, "compile_count_")
+    return len(api.ms_compile_cache) + traced + _extra(compiled, "compile_count_")
 
 
-def _extra(function: Any, what: str) -> int:
+def _extra(compiled: _Compiled, what: str) -> int:
     """What bytecode capture notes on a function's code object."""
     from mindspore._c_expression import get_code_extra
 
-    noted = get_code_extra(function)
+    noted = get_code_extra(compiled.source)
     return int(noted.get(what, 0)) if isinstance(noted, dict) else 0
 
 
