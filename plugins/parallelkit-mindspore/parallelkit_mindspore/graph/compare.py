@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import nn
 
 from parallelkit.errors import ExecutionModeError, FunctionFailedError
 from parallelkit.graphs import Difference, ModeComparison
 from parallelkit.specs import ComparisonSpec
-from parallelkit_mindspore import runtime
+from parallelkit_mindspore import memory, runtime
 from parallelkit_mindspore.graph import apart
 from parallelkit_mindspore.graph.compiled import Tally, compile_call, title, undone
 from parallelkit_mindspore.graph.differences import compare
+from parallelkit_mindspore.graph.reach import LIMIT, reach
 from parallelkit_mindspore.graph.settings import problem, refusal, settle
 from parallelkit_mindspore.graph.tree import leaves, replaced
-from parallelkit_mindspore.graph.walk import is_library
+
+_TOO_MUCH: Final = (
+    f"the function comes to more than {LIMIT} objects; cells and parameters behind the rest were "
+    "not given back"
+)
 
 
 def compare_modes(spec: ComparisonSpec) -> ModeComparison:
     """Run `spec.function` `2 * repeat + 3` times, each from the same state, and compare.
 
-    The state is that of every cell that the function is, is a method of, is given, or names from
-    outside (an optimiser is a cell). Gradients are those of the sum of all floating-point
-    outputs, by the trainable parameters of these cells; where they have none, by the tensors
-    among the positional arguments.
+    The state is that of every cell and parameter that the function comes to: what it is, is bound
+    to, is given, and names from outside (`graph.reach`); an optimiser is a cell. Gradients are
+    those of the sum of all floating-point outputs, by the trainable parameters of these cells;
+    where they have none, by the tensors among the positional arguments.
 
     Raises:
         FunctionFailedError: a run raised; the message says in which mode.
@@ -64,7 +68,7 @@ def compare_modes(spec: ComparisonSpec) -> ModeComparison:
             graph_seconds.append(call.run(compiled, restore, "graph").seconds)
         outputs = compare(eager.outputs, graph.outputs)
         gradients = compare(eager.gradients, graph.gradients) if spec.gradients else None
-        notes = _notes(tally, before, compare(eager.outputs, again.outputs))
+        notes = _notes(tally, before, compare(eager.outputs, again.outputs)) + call.notes
     return ModeComparison(
         function=title(function),
         framework="mindspore",
@@ -116,22 +120,25 @@ class _Call:
     def __init__(self, spec: ComparisonSpec, function: Any) -> None:
         self._spec = spec
         given = (spec.args, dict(spec.kwargs))
-        inner = [leaf for _, leaf in leaves(given)]
-        owner = getattr(function, "__self__", None)
-        self.cells = apart.cells_of(function, owner, *inner, *_outside(function))
+        found = reach(function, given)
+        self.cells = list(found.cells)
         self._given = given
-        self._saved: list[tuple[Any, Any]] = []
-        tensors = {id(p): p for cell in self.cells for p in cell.get_parameters()}
-        tensors |= {id(b): b for cell in self.cells for b in cell.buffers()}
-        self._tensors = list(tensors.values())
+        self._saved: list[tuple[Any, Any, bytes]] = []
+        self._tensors = found.tensors
+        self.notes = () if found.complete else (_TOO_MUCH,)
         models = [cell for cell in self.cells if not isinstance(cell, nn.Optimizer)]
         trained = {id(p): p for cell in models for p in cell.trainable_params()}
         self._trained = list(trained.values())
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Remember the cells' parameters and buffers, and put them back at the end."""
-        self._saved = [(tensor, tensor.copy()) for tensor in self._tensors]
+        """Remember parameters and buffers, and put them back at the end."""
+        runtime.synchronize()
+        self._saved = [
+            (tensor, _home(tensor), bytes(memory.copy_out(tensor)))
+            for tensor in self._tensors
+            if memory.unreadable(tensor) is None
+        ]
         try:
             yield
         finally:
@@ -182,7 +189,7 @@ class _Call:
             return sum((part.astype(ms.float32).sum() for part in parts[1:]), _sum(parts[0]))
 
         if self._trained:
-            names = [parameter.name for parameter in self._trained]
+            names = _distinct([parameter.name for parameter in self._trained])
             _, found = ms.value_and_grad(total, None, weights=self._trained)(*args)
             return kept[-1], dict(zip(names, found, strict=True))
         places = tuple(n for n, arg in enumerate(args) if _is_float(arg))
@@ -196,39 +203,33 @@ class _Call:
         return kept[-1], {f"argument {n}": g for n, g in zip(places, found, strict=True)}
 
     def _restore_cells(self) -> None:
-        for tensor, value in self._saved:
-            if isinstance(tensor, ms.Parameter):
-                ops.assign(tensor, value)
-            else:
-                tensor.copy_(value)
+        """Put back values, and the memory they were in: graphs go on with that.
+
+        Adam's `beta1_power` moves with each step that is not compiled. Values go by bytes, since
+        `ops.assign` takes neither bfloat16 nor what is transposed (2.10, CPU).
+        """
         runtime.synchronize()
+        for tensor, home, value in self._saved:
+            if tensor.data_ptr() != home.data_ptr() or tensor.shape != home.shape:
+                tensor.assign_value(home)
+            memory.copy_in(tensor, memoryview(value))
 
 
-def _outside(function: Any) -> list[Any]:
-    """What a function names from outside of itself, and what functions named there name.
+def _home(tensor: Any) -> Any:
+    """A tensor over the same memory, which stays when `tensor` moves."""
+    made = ms.Tensor(0, tensor.dtype)
+    made.assign_value(tensor)
+    return made
 
-    So a step finds the model in the function that it has a gradient of. Global variables of
-    installed packages are left out.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
-    todo = [function]
-    while todo:
-        one = todo.pop()
-        one = inspect.unwrap(getattr(one, "__func__", one))
-        if not inspect.isfunction(one) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        named = inspect.getclosurevars(one)
-        values = [*named.nonlocals.values()]
-        if not is_library(one):
-            values += named.globals.values()
-        for _, leaf in leaves(values):
-            found.append(leaf)
-            if inspect.isfunction(leaf) or inspect.ismethod(leaf):
-                todo.append(leaf)
-                found.append(getattr(leaf, "__self__", None))
-    return found
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names of parameters, those of another cell's that are equal with a number."""
+    seen: dict[str, int] = {}
+    made = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        made.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return made
 
 
 def _copy_of(tree: Any) -> Callable[[Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from mindspore import nn, ops
 from mindspore.graph import api
+from parallelkit_mindspore.graph import reach as reach_module
 from parallelkit_mindspore.graph.compare import compare_modes
 from parallelkit_mindspore.graph.differences import compare
+from parallelkit_mindspore.graph.reach import reach
 from parallelkit_mindspore.graph.tree import leaves, replaced
 
 from parallelkit.errors import (
@@ -91,6 +94,106 @@ def test_a_train_step_with_its_optimiser() -> None:
     assert made.outputs.tensors == 1
     assert made.graphs == 1
     assert bytes_of(model, optimiser) == before
+
+
+class Trainer:
+    """What many keep a model in: a plain class."""
+
+    def __init__(self) -> None:
+        self.parts = {"model": net()}
+        self.optimiser = nn.SGD(self.parts["model"].trainable_params(), 0.1)
+        self.gradient = ms.value_and_grad(self.loss, None, self.optimiser.parameters)
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return nn.MSELoss()(self.parts["model"](x), y)
+
+    def step(self, x: Any, y: Any) -> Any:
+        value, gradients = self.gradient(x, y)
+        self.optimiser(gradients)
+        return value
+
+    def method_of_another(self, x: Any, y: Any) -> Any:
+        return functools.partial(TRAINERS[0].step, x)(y=y)
+
+
+TRAINERS: list[Trainer] = []
+
+
+@pytest.mark.parametrize("way", ["bound self", "global", "partial", "default", "argument"])
+def test_a_trainer_of_a_plain_class_is_given_back(way: str) -> None:
+    trainer = Trainer()
+    TRAINERS[:] = [trainer]
+
+    def by_default(x: Any, y: Any, step: Any = trainer.step) -> Any:
+        return step(x, y)
+
+    def as_given(given: Any, x: Any, y: Any) -> Any:
+        return given(x, y)
+
+    if way == "argument":
+        call, args = functools.partial(as_given, trainer.step), (X, Y)
+    else:
+        call, args = (
+            {
+                "bound self": trainer.step,
+                "global": Trainer().method_of_another,
+                "partial": functools.partial(trainer.step, y=Y),
+                "default": by_default,
+            }[way],
+            (X,) if way == "partial" else (X, Y),
+        )
+    found = reach(call, args).tensors
+    held = [trainer.parts["model"], trainer.optimiser]
+    assert {id(p) for cell in held for p in cell.get_parameters()} <= {id(p) for p in found}
+    if way == "bound self":
+        before = bytes_of(*held)
+        made = run(call, *args)
+        assert bytes_of(*held) == before
+        assert made.notes == ()
+        assert made.outputs.max_abs < 1e-5
+
+
+def added(parameter: Any, x: Any) -> Any:
+    return ops.assign_add(parameter, x)
+
+
+def test_a_parameter_among_the_arguments_is_given_back() -> None:
+    parameter = ms.Parameter(X * 0)
+    made = run(added, parameter, X)
+    assert not parameter.asnumpy().any()
+    assert made.outputs.max_abs == 0.0
+    assert made.notes == ()
+
+
+class Odd(nn.Cell):
+    """Parameters that MindSpore's own operators do not write: bfloat16, transposed, empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = ms.Tensor(np.ones(3, np.float32))
+        self.half = ms.Parameter(one.astype(ms.bfloat16), name="half")
+        self.turned = ms.Parameter(ms.Tensor(np.arange(6, dtype=np.float32).reshape(3, 2)).T)
+        self.empty = ms.Parameter(ms.Tensor(np.zeros((0, 2), np.float32)), name="empty")
+
+    def construct(self, x: Any) -> Any:
+        return x + self.half + self.turned.sum()
+
+
+def test_parameters_of_any_dtype_and_layout() -> None:
+    cell = Odd()
+    before = cell.turned.asnumpy().copy()
+    made = run(cell)
+    assert made.outputs.max_abs < 1e-5
+    assert cell.half.astype(ms.float32).asnumpy().tolist() == [1.0] * 3
+    assert np.array_equal(cell.turned.asnumpy(), before)
+
+
+def test_looking_ends() -> None:
+    many = [[n] for n in range(reach_module.LIMIT)]
+    assert not reach(lambda: many).complete
+    loop: list[Any] = []
+    loop.append(loop)
+    assert reach(loop).complete
 
 
 def test_a_difference_is_found_and_named() -> None:
