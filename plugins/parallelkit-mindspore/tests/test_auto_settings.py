@@ -157,6 +157,94 @@ def test_the_core_says_what_runs_it() -> None:
         context.reset()
 
 
+class Net(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Dense(4, 8), nn.Dense(8, 4)
+
+    def construct(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+
+def test_a_script_for_a_device_runs_with_a_fallback() -> None:
+    x = ms.Tensor([[1.0, 2.0, 3.0, 4.0]])
+    layouts = {"**.up": "colwise", "**.down.matmul": ((1, 1), (1, 1))}
+    with pk.init_process_group(framework="mindspore", device="cpu"):
+        context: Any = pk.parallel_context("semi_auto", layouts=layouts, fallback=True)
+        try:
+            net = Net()
+            before = net.up.weight.asnumpy().copy()
+            optimizer = nn.SGD(net.trainable_params(), 0.1)
+            step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer).set_train()
+            step = context.parallelize(step)
+            assert context.compile(step, x, x) is step
+            found = context.strategies(step).parameters
+            assert {name for name in found if "weight" in name} >= {"up.weight", "down.weight"}
+            assert not any(layout.pieces for layout in found.values())
+            assert context.found_plan(step).degrees == context.plan.degrees
+            step(x, x)
+            assert (net.up.weight.asnumpy() != before).any()
+            shown = context.explain()
+            assert "compile() does nothing here" in shown
+            assert "not used by it: layouts" in shown
+            for call in (context.compile, context.strategies, context.found_plan):
+                with pytest.raises(UnsupportedFeatureError, match="not given back by parallelize"):
+                    call(Net())
+        finally:
+            context.reset()
+
+
+@pytest.mark.parametrize(
+    ("layouts", "said"),
+    [
+        ({"**.up": "diag"}, "the style 'diag'"),
+        ({"nothing": "colwise"}, "fits no cell or operator"),
+        ({"up.matmul": ((2, 1),)}, "cannot be divided"),
+        ({"up.matmul": "x"}, "the style 'x'"),
+    ],
+)
+def test_a_fallback_is_as_strict_about_layouts(layouts: dict[str, Any], said: str) -> None:
+    spec = ContextSpec(
+        plan=plan(1, "semi_auto"), mode="semi_auto", fallback=True, options={"layouts": layouts}
+    )
+    context = setup_parallel_context(spec, group(ranks=1))
+    try:
+        with pytest.raises(LayoutError, match=said):
+            context.parallelize(Net())
+    finally:
+        context.reset()
+
+
+def test_strategies_of_operators_alone_divide_nothing_in_a_fallback() -> None:
+    spec = ContextSpec(
+        plan=plan(8, "semi_auto", tensor=2),
+        mode="semi_auto",
+        pinned={"tensor": 2},
+        fallback=True,
+        options={"layouts": {"up.matmul": ((4, 1), (2, 1))}},
+    )
+    context = setup_parallel_context(spec, group())
+    try:
+        with pytest.raises(LayoutError, match="add styles: layouts="):
+            context.parallelize(Net())
+    finally:
+        context.reset()
+
+
+def test_a_fallback_reads_the_strategy_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{")
+    for given, said in ((path, "is no JSON"), (tmp_path / "none.json", "cannot be read")):
+        spec = ContextSpec(
+            plan=plan(1, "auto"),
+            mode="auto",
+            fallback=True,
+            options={"strategy_load": str(given)},
+        )
+        with pytest.raises(StrategyError, match=said):
+            setup_parallel_context(spec, group(ranks=1))
+
+
 def test_a_fallback_is_as_strict_about_options() -> None:
     spec = ContextSpec(plan=plan(1, "auto"), mode="auto", fallback=True, options={"nonsense": 1})
     with pytest.raises(UnsupportedFeatureError, match="no option 'nonsense'"):

@@ -50,6 +50,18 @@ def apply(model: nn.Cell, layouts: Mapping[str, Any], plan: ParallelPlan) -> lis
     Everything is checked before the first operator is changed.
 
     Raises:
+        LayoutError: as `check`.
+    """
+    wanted, found = check(model, layouts, plan), operators(model)
+    for name, strategy in wanted.items():
+        found[name].shard(strategy)
+    return [f"{name} by {_said(strategy)}" for name, strategy in wanted.items()]
+
+
+def check(model: nn.Cell, layouts: Mapping[str, Any], plan: ParallelPlan) -> dict[str, Any]:
+    """Find the strategy of each operator that the layouts name; nothing is changed.
+
+    Raises:
         LayoutError: a pattern fits nothing, a style or strategy is none, is not for that kind of
             cell, or does not divide the layer or the ranks; with the cell's or operator's name.
     """
@@ -65,10 +77,7 @@ def apply(model: nn.Cell, layouts: Mapping[str, Any], plan: ParallelPlan) -> lis
     for name, style in chosen.items():
         if style in ("colwise", "rowwise"):
             wanted |= _dense(name, cells[name], style, plan)
-    wanted |= {name: style for name, style in chosen.items() if not isinstance(style, str)}
-    for name, strategy in wanted.items():
-        found[name].shard(strategy)
-    return [f"{name} by {_said(strategy)}" for name, strategy in wanted.items()]
+    return wanted | {name: style for name, style in chosen.items() if not isinstance(style, str)}
 
 
 def _dense(name: str, cell: Any, style: str, plan: ParallelPlan) -> dict[str, Any]:

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, final
 from weakref import WeakKeyDictionary
 
-import attrs
-
-from parallelkit.context import plan_for
 from parallelkit.data import derive_seed
 from parallelkit.errors import (
     LayoutError,
@@ -42,15 +39,16 @@ _BUILT_ALIKE = ("stand_alone", "semi_auto_parallel", "auto_parallel")
 def setup(spec: ContextSpec, group: ProcessGroup) -> ParallelContext:
     """Make a context of mode `semi_auto` or `auto`. Nothing is sent.
 
+    With `fallback` on a CPU: the same degrees as mode data or hybrid; options are checked alike.
+
     Raises:
         UnsupportedFeatureError: this device is a CPU and `fallback` is off; or an option is
             unknown or has a wrong value, or the group is not MindSpore's whole world.
         StrategyError: the file to load is missing, damaged, or for other ranks.
         ContextOrderError: a training step exists that was built under other settings.
     """
-    if group.device.partition(":")[0] == "cpu":
-        if spec.fallback:
-            return _without_search(spec, group)
+    cpu = group.device.partition(":")[0] == "cpu"
+    if cpu and not spec.fallback:
         raise UnsupportedFeatureError(
             f"mode {spec.mode!r} cannot run on {group.device!r}: {WHY_NOT}. Here run "
             "'standalone', 'data' and 'hybrid'; fallback=True takes one of them"
@@ -59,6 +57,10 @@ def setup(spec: ContextSpec, group: ProcessGroup) -> ParallelContext:
     _, load = settings.files(spec.plan, group.rank)
     if load is not None:
         read_file(load).check(spec.plan, f"the strategy file {load!r}")
+    if cpu:
+        from parallelkit_mindspore.parallel.without_search import ContextWithoutSearch
+
+        return ContextWithoutSearch(spec, group, settings, WHY_NOT)
     runtime.mindspore("parallel_context")
     if auto_native.world() != (group.rank, group.world_size):
         rank, size = auto_native.world()
@@ -67,21 +69,6 @@ def setup(spec: ContextSpec, group: ProcessGroup) -> ParallelContext:
             f"rank {rank} of {size}; mode {spec.mode!r} spreads over the whole world only"
         )
     return MindSporeAutoContext(spec, group, settings)
-
-
-def _without_search(spec: ContextSpec, group: ProcessGroup) -> ParallelContext:
-    """Fall back: the same degrees as mode data or hybrid, with the layouts that these know."""
-    from parallelkit_mindspore.parallel.setup import make
-
-    settings = AutoSettings.of(spec.options, spec.plan, spec.mode, spec.pinned)  # as strict
-    plan = plan_for(spec.plan.world_size, None, spec.pinned)
-    styles = {p: style for p, style in settings.layouts.items() if isinstance(style, str)}
-    kept = {"layouts": styles} if styles and plan.tensor > 1 else {}
-    dropped = sorted(set(spec.options) - set(kept))
-    why = [f"{WHY_NOT}, and this is {group.device!r}: mode {plan.mode!r} runs instead"]
-    why += [f"not used by it: {', '.join(dropped)}"] if dropped else []
-    nearest = attrs.evolve(spec, plan=plan, options=kept)
-    return make(nearest, group, effective=plan.mode, chosen=why)
 
 
 @final

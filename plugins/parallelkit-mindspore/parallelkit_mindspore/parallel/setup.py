@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from parallelkit.errors import PlanError, UnsupportedFeatureError
 from parallelkit.protocols import ParallelContext, ProcessGroup
@@ -40,20 +40,11 @@ def setup_parallel_context(spec: ContextSpec, group: ProcessGroup) -> ParallelCo
             f"mode {spec.mode!r} of the mindspore plugin has no axis {wide[0]!r} "
             f"({wide[0]}={spec.plan.degree(wide[0])}); it runs {' and '.join(_RUN)}"
         )
-    return make(spec, group)
-
-
-def make(spec: ContextSpec, group: ProcessGroup, **changes: Any) -> ParallelContext:
-    """Make a context of mode `"standalone"`, `"data"` or `"hybrid"`.
-
-    Args:
-        changes: further arguments of `MindSporeParallelContext`, such as `effective`.
-    """
     from parallelkit_mindspore.parallel.context import MindSporeParallelContext
     from parallelkit_mindspore.parallel.settings import Settings
 
     settings = Settings.of(spec.options, spec.plan, spec.mode, spec.reduce)
-    return MindSporeParallelContext(spec, group, settings, **changes)
+    return MindSporeParallelContext(spec, group, settings)
 
 
 def check(spec: ContextSpec, group: ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 from context_models import LAYOUTS, batch, build, mean_loss
 from mindspore import mint, nn, ops
+from parallelkit_mindspore.parallel.device_layout import Piece
 
 import parallelkit as pk
 from parallelkit.errors import (
@@ -116,6 +117,16 @@ def divided() -> None:
     raises(ContextOrderError, "holds the parameter 'up.weight'", lambda: context.parallelize(model))
     del optimizer
     context.parallelize(model)
+    context.reset()
+
+    styles = {"up": "colwise", "down": "rowwise"}
+    context = pk.parallel_context("semi_auto", tensor=2, layouts=styles, fallback=True)
+    model = context.parallelize(build("mlp", 0))
+    found = context.strategies(context.compile(model)).parameters
+    assert found["up.weight"].pieces == (Piece(dim=0, degree=2, stride=1),)
+    assert found["down.weight"].pieces == (Piece(dim=1, degree=2, stride=1),)
+    assert found["down.bias"].pieces == ()
+    assert context.found_plan(model).degrees == context.plan.degrees
     context.reset()
 
     # a norm inside a divided region has whole parameters and a part of the activations
