@@ -331,7 +331,11 @@ class WeightSink(Protocol):
 
     @property
     def module(self) -> Any:
-        """What `with subscriber.use() as module` gives the user."""
+        """What `with subscriber.use() as module` gives the user.
+
+        Raises:
+            WrongThreadError: the framework belongs to another thread.
+        """
 
     def needs(self) -> Manifest:
         """Exactly what the target needs, with its own names and aliases."""
@@ -344,7 +348,11 @@ class WeightSink(Protocol):
         """
 
     def begin(self) -> None:
-        """Live memory is about to be written."""
+        """Live memory is about to be written.
+
+        Raises:
+            WrongThreadError: it may not be, in this thread; nothing was written.
+        """
 
     def destination(self, index: int) -> memoryview | None:
         """Return the live bytes of tensor `index`, writable and contiguous, or None."""

@@ -23,6 +23,7 @@ from parallelkit.errors import (
     UpdateAbortedError,
     UpdateTimeoutError,
     WeightTransferError,
+    WrongThreadError,
 )
 from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights import messages as m
@@ -174,6 +175,8 @@ class WeightSubscriber:
         Raises:
             QuarantinedError: the weights are of no version; wait for the next update.
             StateError: no version has arrived yet, or after close.
+            WrongThreadError: the target's framework belongs to another thread; what was staged
+                stays so.
         """
         with self._lock:
             self._check("use")
@@ -321,9 +324,12 @@ class WeightSubscriber:
             version = self._placement.staged_version
             if version <= self._version:
                 return
-            self._torn = f"version {version} is half in place"
+            before, self._torn = self._torn, f"version {version} is half in place"
             try:
                 self._placement.place_staged(self._workers)
+            except WrongThreadError:  # the sink refused before a byte was written
+                self._torn = before
+                raise
             except BaseException as error:
                 self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
                 raise QuarantinedError(self._torn) from error

@@ -163,7 +163,12 @@ class CellSink(_CellWeights):
 
     @property
     def module(self) -> Any:
-        """The model as it was given, wrappers included."""
+        """The model as it was given, wrappers included.
+
+        Raises:
+            WrongThreadError: another thread owns MindSpore.
+        """
+        self._own("module")
         return self._model
 
     def needs(self) -> Manifest:

@@ -174,6 +174,31 @@ def test_a_cell_follows_a_cell_that_serves_from_a_thread() -> None:
                 assert target.held() == {float(version)}
 
 
+def test_another_thread_changes_nothing_of_a_follower_that_serves() -> None:
+    source, target = arrays(), Model()
+
+    def use() -> None:
+        with follower.use():
+            pass
+
+    with pk.publish_weights(source, timeout=30) as publisher:
+        with pk.subscribe_weights(target, publisher.ticket) as follower:
+            follower.serve()
+            for version in (1, 2):
+                for array in source.arrays.values():
+                    array[...] = version
+                publisher.update()
+                for call in (use, lambda: follower.step(0), use):
+                    assert isinstance(beside(call)(), WrongThreadError)
+                    expected = ("waiting" if version == 1 else "current", version - 1)
+                    assert (follower.state, follower.version) == expected
+                assert target.held() == {float(version - 1)}
+                with follower.use() as model:
+                    assert model.held() == {float(version)}, "it was staged still"
+            assert isinstance(beside(use)(), WrongThreadError), "with nothing staged, too"
+            assert (follower.state, follower.version) == ("current", 2)
+
+
 def test_another_thread_s_step_calls_the_update_off() -> None:
     source, target = arrays(1.0), Model()
     with pk.publish_weights(source, timeout=30) as publisher:
