@@ -96,12 +96,21 @@ def optimizer_parameters(optimizer: object, model: Mapping[str, Any]) -> tuple[A
         model: the model's parameters by name.
 
     Raises:
-        UnsupportedFeatureError: it is no optimiser of MindSpore's, or of another model.
+        UnsupportedFeatureError: it is no optimiser of MindSpore's, of another model, or one of
+            `mindspore.mint.optim` on the CPU.
     """
     if not isinstance(optimizer, nn.Optimizer | ms.experimental.optim.Optimizer):
         raise UnsupportedFeatureError(
             f"the optimizer is a {type(optimizer).__qualname__}; it is a mindspore.nn.Optimizer "
             "or one of mindspore.mint.optim or mindspore.experimental.optim"
+        )
+    in_mint = type(optimizer).__module__.startswith("mindspore.mint.")
+    if in_mint and ms.get_context("device_target") == "CPU":
+        name = type(optimizer).__qualname__
+        raise UnsupportedFeatureError(
+            f"mindspore.mint.optim.{name} does not work on the CPU: MindSpore has no kernels, "
+            "and SGD and Adam leave the parameters as they are without an error. Use "
+            "mindspore.nn or mindspore.experimental.optim"
         )
     held = tuple(optimizer.parameters)
     known = set(map(id, model.values()))
