@@ -7,7 +7,7 @@ written last. Rank 0 writes whole tensors; divided ones are gathered first, one 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
@@ -63,6 +63,8 @@ class State:
             )
         known = set(map(id, model.values()))
         own = {n: p for n, p in optimizer.parameters_and_names() if id(p) not in known}
+        known.update(map(id, own.values()))
+        own.update((p.name, p) for p in _listed(optimizer) if id(p) not in known)
         parts["optimizer"] = own
         named = {model[name].name: (model[name], dim) for name, dim in dims.items()}
         divided["optimizer"] = {}
@@ -200,6 +202,13 @@ def load(
     return about.extra
 
 
+def _listed(optimizer: Any) -> Iterator[Any]:
+    """Parameters in plain lists, which MindSpore does not count: NAdam and ASGD have some."""
+    for value in vars(optimizer).values():
+        if isinstance(value, list):
+            yield from (item for item in value if isinstance(item, ms.Parameter))
+
+
 @final
 class _Ranks:
     """All ranks, which go through the same steps: what one of them cannot do, none goes on from."""
@@ -234,8 +243,10 @@ class _Ranks:
 def _asked(
     path: str, state: State, extra: Mapping[str, Plain] | None, overwrite: bool
 ) -> list[Plain]:
+    if not isinstance(overwrite, bool):
+        raise CheckpointError(f"overwrite is {overwrite!r:.80}; it is True or False")
     text = None if extra is None else formats.encode_extra(extra)
-    return [str(files.target_of(path)), bool(overwrite), state.kind, text]
+    return [str(files.target_of(path)), overwrite, state.kind, text]
 
 
 def _same(asked: list[Any]) -> None:

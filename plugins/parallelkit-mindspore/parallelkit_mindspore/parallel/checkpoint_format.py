@@ -99,7 +99,13 @@ def encode_extra(extra: Mapping[str, Plain]) -> str:
     if not isinstance(extra, Mapping):
         raise NotPlainError(f"extra is a {type(extra).__qualname__}; it is a dict of plain values")
     check(dict(extra), "extra", _TYPES, why=", which JSON would not give back as it was")
-    return json.dumps(dict(extra), sort_keys=True)
+    try:
+        return json.dumps(dict(extra), sort_keys=True, allow_nan=False)
+    except ValueError as error:
+        raise NotPlainError(
+            "extra holds a float that is infinite or no number, which JSON would not give back as "
+            "it was; save it as a string"
+        ) from error
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> File:
