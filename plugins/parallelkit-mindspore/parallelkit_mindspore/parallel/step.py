@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn, ops
 
 from parallelkit.errors import ExecutionModeError, PlanError, RankMismatchError
 from parallelkit.protocols import ProcessGroup
 from parallelkit_mindspore.parallel import autograd
-from parallelkit_mindspore.parallel.trees import cut
+from parallelkit_mindspore.parallel.trees import cut, leaves
 
 _numbers: Final = itertools.count()
 
@@ -32,16 +33,24 @@ def total_weight(weight: float, group: ProcessGroup) -> float:
         PlanError: `weight` is no finite number of at least 0.
         RankMismatchError: the weights add up to nothing.
     """
-    number = isinstance(weight, int | float | ms.Tensor) and not isinstance(weight, bool)
-    if not number or not 0 <= float(weight) < math.inf:
-        raise PlanError(f"weight is {weight!r:.80}; it is a number of items or tokens, 0 or more")
-    rows = group.all_gather(ms.Tensor([float(weight)], ms.float64))
+    number = _number(weight)
+    if not 0 <= number < math.inf:
+        raise PlanError(f"weight is {weight!r:.80}; it is one number of items or tokens, 0 or more")
+    rows = group.all_gather(ms.Tensor([number], ms.float64))
     found = [float(row.asnumpy()[0]) for row in rows]
     if not sum(found) > 0:
         raise RankMismatchError(
             f"the weights of all data parts add up to {sum(found)}, not above 0: {found}"
         )
     return sum(found)
+
+
+def _number(given: Any) -> float:
+    """A number of Python's or NumPy's, or a tensor or array of one; NaN for all else."""
+    if isinstance(given, ms.Tensor | np.ndarray | np.integer | np.floating) and given.size == 1:
+        given = given.item()
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number else math.nan
 
 
 def in_graph_mode() -> bool:
@@ -118,40 +127,76 @@ def _training(model: nn.Cell, loss: Callable[..., Any]) -> tuple[bool, ...]:
 
 
 def _make(model: Any, loss: Any, weights: Sequence[Any], kind: _Kind) -> Callable[..., Any]:
-    def forward(inputs: Any, target: Any, share: Any) -> Any:
+    if kind.graph:
+        return _compiled(lambda fixed: _function(model, loss, weights, kind, fixed), loss)
+    step = _function(model, loss, weights, kind, {})
+
+    def call(inputs: Any, target: Any, share: Any) -> Any:
+        return step(target, share, *((inputs,) if kind.named else inputs))
+
+    return call
+
+
+def _function(
+    model: Any, loss: Any, weights: Sequence[Any], kind: _Kind, fixed: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Make what maps target, share and inputs to the scaled loss and gradients.
+
+    Args:
+        fixed: inputs by name that are constants of the graph, for the model besides the others.
+    """
+
+    def forward(target: Any, share: Any, *inputs: Any) -> Any:
         value = loss(model(*inputs), target)
+        if not isinstance(value, ms.Tensor):
+            return value  # a mistake, which `run` names: a graph cannot raise an error of ours
         return value * ops.cast(share, value.dtype)
 
-    def forward_named(inputs: Any, target: Any, share: Any) -> Any:
-        value = loss(model(**inputs), target)
+    def forward_named(target: Any, share: Any, inputs: Any) -> Any:
+        value = loss(model(**inputs, **fixed), target)
+        if not isinstance(value, ms.Tensor):
+            return value
         return value * ops.cast(share, value.dtype)
 
     chosen = forward_named if kind.named else forward
-    if kind.backward and weights:
-        differentiate = ms.value_and_grad(chosen, None, ms.ParameterTuple(weights))
+    if not (kind.backward and weights):
 
-        def step(inputs: Any, target: Any, share: Any) -> Any:
-            return differentiate(inputs, target, share)
+        def evaluate(target: Any, share: Any, *inputs: Any) -> Any:
+            return chosen(target, share, *inputs), ()
 
-    else:
+        return evaluate
+    differentiate = ms.value_and_grad(chosen, None, ms.ParameterTuple(weights))
 
-        def step(inputs: Any, target: Any, share: Any) -> Any:
-            return chosen(inputs, target, share), ()
+    def step(target: Any, share: Any, *inputs: Any) -> Any:
+        return differentiate(target, share, *inputs)
 
-    if not kind.graph:
-        return step
-    # MindSpore warns of a function that is compiled under a name twice; these are different ones.
-    step.__name__ = f"train_step_{next(_numbers)}"
-    return _compiled(ms.jit(step), loss)
+    return step
 
 
-def _compiled(step: Callable[..., Any], loss: Any) -> Callable[..., Any]:
-    """Name the mistake that MindSpore's message does not: a lambda within another expression."""
+def _compiled(
+    make: Callable[[Mapping[str, Any]], Callable[..., Any]], loss: Any
+) -> Callable[..., Any]:
+    """Compile on first use, one graph for each set of constants among inputs by name."""
+    made: dict[tuple[tuple[str, Any], ...], Callable[..., Any]] = {}
 
     def call(inputs: Any, target: Any, share: Any) -> Any:
+        named = isinstance(inputs, dict)
+        fixed = {key: x for key, x in inputs.items() if _is_constant(x)} if named else {}
+        key = tuple(sorted(fixed.items()))
+        if key not in made:
+            step = make(fixed)
+            # MindSpore warns of a function that is compiled under a name twice; these differ.
+            step.__name__ = f"train_step_{next(_numbers)}"
+            made[key] = ms.jit(step)
+        given = (
+            [_variable({name: x for name, x in inputs.items() if name not in fixed})]
+            if named
+            else map(_variable, inputs)
+        )
         try:
-            return step(_variable(inputs), _variable(target), share)
+            return made[key](_variable(target), share, *given)
         except TypeError as error:
+            # MindSpore's message does not name the mistake: a lambda within another expression
             if getattr(loss, "__name__", "") != "<lambda>" or "Lambda" not in str(error):
                 raise
             raise ExecutionModeError(
@@ -162,10 +207,28 @@ def _compiled(step: Callable[..., Any], loss: Any) -> Callable[..., Any]:
     return call
 
 
+def _is_constant(given: Any) -> bool:
+    return given is None or isinstance(given, bool | str)
+
+
 def _variable(given: Any) -> Any:
-    """Without this, MindSpore takes tensors in a tuple or dict for constants of the graph, and
-    compiles it again for each batch."""
-    return ms.mutable(given) if isinstance(given, tuple | list | dict) else given
+    """Without this, MindSpore takes numbers, and tensors in a tuple or dict, for constants of the
+    graph, and compiles it again for each batch.
+
+    Raises:
+        ExecutionModeError: a tuple, list or dict holds what cannot vary.
+    """
+    if isinstance(given, tuple | list | dict):
+        strange = [x for x in leaves(given) if not isinstance(x, ms.Tensor | int | float)]
+        if strange:
+            raise ExecutionModeError(
+                f"in graph mode a tuple, list or dict inside the batch holds {strange[0]!r:.80}; "
+                "it holds tensors and numbers alone. The model's own arguments may be None or "
+                "strings"
+            )
+        return ms.mutable(given)
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    return ms.mutable(given) if number else given
 
 
 def run(
@@ -211,7 +274,7 @@ def run(
         with autograd.ended():
             value, found = function(given, goal, _scalar(share))
         if not isinstance(value, ms.Tensor) or value.ndim:
-            raise PlanError(f"loss gave {value!r:.80}; it gives a tensor without dims")
+            raise PlanError(f"loss gave {value!r:.80}; it gives one tensor without dims")
         total = value if total is None else total + value
         added = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else found
         gradients = list(added)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 
 from parallelkit.errors import DataShardError
 
@@ -26,8 +27,11 @@ def items_in(inputs: Any, target: Any) -> int:
     """Number of items of a batch: the size of dim 0 of every tensor in it.
 
     Raises:
-        DataShardError: there is none, no tensor, or the tensors disagree.
+        DataShardError: there is none, no tensor, or the tensors disagree; or inputs hold an array
+            of NumPy's, which no cell takes.
     """
+    if any(isinstance(x, np.ndarray) for x in leaves(inputs)):
+        raise DataShardError("inputs hold an array of NumPy's; make it a tensor: mindspore.Tensor")
     tensors = [x for x in leaves((inputs, target)) if isinstance(x, ms.Tensor)]
     sizes = {x.shape[0] for x in tensors if x.ndim}
     if len(sizes) != 1 or 0 in sizes:
@@ -47,7 +51,8 @@ def cut(tree: Any, start: int, stop: int) -> Any:
     if isinstance(tree, Mapping):
         return {key: cut(value, start, stop) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)([cut(value, start, stop) for value in tree])
+        parts = [cut(value, start, stop) for value in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, ms.Tensor):
         return tree[start:stop] if tree.ndim else tree
     if tree is None or isinstance(tree, bool | int | float | str):

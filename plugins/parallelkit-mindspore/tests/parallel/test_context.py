@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -64,6 +64,7 @@ def test_world_of_one_is_the_model_itself(group: Any, mode: str | None) -> None:
     assert context.mode == context.effective
     assert "world of one" in context.explain()
     assert "left alone" in context.explain()
+    assert "Dense:\n  step 1: nothing to replicate" in context.explain()
     assert context.native == {}
     assert [int(b[0][0]) for b in context.shard([(0,), (1,), (2,)])] == [0, 1, 2]
     assert isinstance(context.grad_reducer(model.trainable_params()), nn.Identity)
@@ -143,6 +144,31 @@ def test_a_group_inside_the_world_leaves_the_settings_alone(wide: Any) -> None:
     context.reset()
 
 
+def test_settings_that_the_user_changes_afterwards(wide: Any) -> None:
+    context = make(wide(2))
+    made = context.native
+    context.grad_reducer([])
+    ms.set_auto_parallel_context(gradients_mean=False)
+    assert context.native == made | {"gradients_mean": False}
+    assert "but gradients_mean was set to False since" in context.explain()
+    for call in (
+        lambda: context.parallelize(nn.Dense(2, 2)),
+        lambda: context.train_step(nn.Dense(2, 2), tensor(1, 2), loss=square),
+        lambda: context.grad_reducer([]),
+    ):
+        with pytest.raises(ContextOrderError, match="gradients_mean is False, not True"):
+            call()
+    ms.set_auto_parallel_context(gradients_mean=True)
+    context.grad_reducer([])
+    ms.reset_auto_parallel_context()
+    with pytest.raises(ContextOrderError, match="parallel_mode is 'stand_alone'"):
+        context.grad_reducer([])
+    newer = make(wide(4))  # another context of ours is no such change
+    assert context.native == made
+    newer.reset()
+    context.reset()
+
+
 def steps() -> dict[str, Any]:
     """Things that read the settings when they are built."""
     model = nn.Dense(2, 2)
@@ -214,6 +240,31 @@ def test_models_of_others_are_refused(group: Any) -> None:
             call()
 
 
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE])
+@pytest.mark.parametrize("kind", [nn.Momentum, ms.experimental.optim.SGD])
+def test_parameters_that_were_given_other_memory(group: Any, mode: int, kind: Any) -> None:
+    ms.set_context(mode=mode)
+    context = make(group)
+    model = context.parallelize(nn.Dense(3, 2))
+    rest = (0.9,) if kind is nn.Momentum else ()
+    optimizer = kind(model.trainable_params(), 0.1, *rest)
+
+    def trained() -> list[float]:
+        losses = []
+        for _ in range(3):
+            losses.append(float(context.train_step(model, tensor(4, 3), loss=square)))
+            context.apply_gradients(model, optimizer)
+        return losses
+
+    everything = {id(p): p for p in [*model.get_parameters(), *optimizer.get_parameters()]}
+    start = {key: p.asnumpy().copy() for key, p in everything.items()}
+    first = trained()
+    assert first[0] > first[1] > first[2]
+    for key, parameter in everything.items():
+        parameter.set_data(ms.Tensor(start[key]))  # as load_param_into_net does
+    assert trained() == pytest.approx(first)
+
+
 def test_optimizers(group: Any) -> None:
     context = make(group)
     model = context.parallelize(nn.SequentialCell(nn.Dense(3, 2), nn.Dense(2, 2)))
@@ -234,6 +285,16 @@ def test_optimizers(group: Any) -> None:
     context.apply_gradients(model, halves[0])
     for parameter, old, gradient in zip(model.trainable_params(), before, given, strict=True):
         np.testing.assert_allclose(parameter.asnumpy(), old - 0.1 * gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_optimizers_that_do_nothing_on_the_cpu(group: Any, kind: str) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Dense(3, 2))
+    context.train_step(model, tensor(4, 3), loss=square)
+    optimizer = getattr(ms.mint.optim, kind)(model.trainable_params(), 0.1)
+    with pytest.raises(UnsupportedFeatureError, match=f"mint.optim.{kind} does not work .*mindspo"):
+        context.apply_gradients(model, optimizer)
 
 
 def test_frozen_parameters_and_none_at_all(group: Any) -> None:
@@ -263,6 +324,17 @@ def test_microbatches_change_nothing(group: Any, microbatches: int) -> None:
         np.testing.assert_allclose(mine.asnumpy(), whole.asnumpy(), atol=1e-6)
 
 
+def test_accumulated_batches_add_up(group: Any) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Dense(3, 2))
+    context.train_step(model, tensor(4, 3), loss=square)
+    once = context.gradients(model)[0].asnumpy()
+    with context.accumulate(model, sync=False):
+        context.train_step(model, tensor(4, 3), loss=square)
+    context.train_step(model, tensor(4, 3), loss=square)
+    np.testing.assert_allclose(context.gradients(model)[0].asnumpy(), 3 * once, rtol=1e-5)
+
+
 def test_precision_of_float64(group: Any) -> None:
     context = make(group)
     model = context.parallelize(nn.Dense(3, 2, dtype=ms.float64))
@@ -279,6 +351,86 @@ def test_inputs_by_place_and_by_name(group: Any) -> None:
     x = tensor(4, 3)
     values = [float(context.train_step(model, one, loss=square)) for one in (x, (x,), {"x": x})]
     assert len(set(values)) == 1
+
+
+class Pair(NamedTuple):
+    x: Any
+    scale: Any
+
+
+class Scaled(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Dense(3, 2)
+
+    def construct(self, x: Any, scale: Any = None, sign: str = "+") -> Any:
+        value = self.layer(x)
+        if scale is not None:
+            value = value * scale
+        return -value if sign == "-" else value
+
+
+def added(output: Any, target: Any) -> Any:
+    return output.mean()
+
+
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE])
+def test_inputs_of_every_kind(group: Any, mode: int) -> None:
+    context = make(group)
+    model = context.parallelize(Scaled())
+    x, twice = tensor(4, 3), ms.Tensor(np.full((4, 1), 2, np.float32))
+    expected = float(added(model(x), None))
+    ms.set_context(mode=mode)
+    for inputs, factor in (
+        ((x, None), 1),
+        ({"x": x, "scale": None}, 1),
+        ({"x": x, "sign": "-"}, -1),
+        ({"x": x, "scale": 2.0}, 2),
+        ((x, 3.0), 3),
+        (Pair(x, twice), 2),
+        ((x, twice, "-"), -2),
+    ):
+        for count in (1, 2):
+            value = context.train_step(model, inputs, x, loss=added, microbatches=count)
+            assert float(value) == pytest.approx(factor * expected, rel=1e-4), inputs
+    with pytest.raises(DataShardError, match="array of NumPy's"):
+        context.train_step(model, x.asnumpy(), x, loss=added)
+    if mode == ms.GRAPH_MODE:
+        with pytest.raises(ExecutionModeError, match="holds None"):
+            context.train_step(model, x, (x, None), loss=added)
+
+
+def gives_pair(output: Any, target: Any) -> Any:
+    return output.sum(), output
+
+
+def gives_number(output: Any, target: Any) -> Any:
+    return 1.0
+
+
+def gives_nothing(output: Any, target: Any) -> Any:
+    return None
+
+
+@pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE])
+@pytest.mark.parametrize("loss", [gives_pair, gives_number, gives_nothing])
+def test_losses_that_are_none(group: Any, mode: int, loss: Any) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Dense(3, 2))
+    ms.set_context(mode=mode)
+    for backward in (True, False):
+        with pytest.raises(PlanError, match="one tensor without dims"):
+            context.train_step(model, tensor(4, 3), loss=loss, backward=backward)
+
+
+@pytest.mark.parametrize("weight", [4, 4.0, np.float32(4), np.int64(4), np.array([4]), "tensor"])
+def test_weights_of_every_kind(group: Any, weight: Any) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Dense(3, 2))
+    expected = float(context.train_step(model, tensor(4, 3), loss=square)) / 4
+    given = ms.Tensor(4) if isinstance(weight, str) else weight
+    value = context.train_step(model, tensor(4, 3), loss=square, weight=given)
+    assert float(value) == pytest.approx(expected)
 
 
 def test_step_functions_are_kept_and_bounded(group: Any) -> None:
@@ -329,7 +481,9 @@ def test_norms(group: Any, norm_type: float) -> None:
     assert again == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("weight", ["x", -1, float("nan"), float("inf"), True])
+@pytest.mark.parametrize(
+    "weight", ["x", -1, float("nan"), float("inf"), True, ms.Tensor([4, 4]), np.ones(2), None]
+)
 def test_weights_are_numbers(group: Any, weight: Any) -> None:
     context = make(group)
     with pytest.raises(PlanError, match="weight is"):
@@ -441,6 +595,49 @@ def test_a_checkpoint_gives_back_everything(saved: Saved) -> None:
     saved.refused("has no optimizer|with the optimizer none", saved.optimizer)
 
 
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adam", "Rprop"])
+def test_an_optimizer_goes_on_as_if_nothing_had_been(group: Any, tmp_path: Path, kind: str) -> None:
+    context = make(group)
+    model = context.parallelize(nn.Dense(3, 2))
+    start = [p.asnumpy().copy() for p in model.get_parameters()]
+
+    def optimizer() -> Any:
+        return getattr(ms.experimental.optim, kind)(model.trainable_params(), lr=0.05)
+
+    def train(steps: int, by: Any) -> None:
+        for _ in range(steps):
+            context.train_step(model, tensor(4, 3), loss=square)
+            context.apply_gradients(model, by)
+
+    straight = optimizer()
+    train(6, straight)
+    expected = [p.asnumpy().copy() for p in model.get_parameters()]
+    for parameter, value in zip(model.get_parameters(), start, strict=True):
+        parameter.copy_(ms.Tensor(value))
+    first = optimizer()
+    train(3, first)
+    context.save(str(tmp_path / "c"), model, first)
+    second = optimizer()
+    context.load(str(tmp_path / "c"), model, second)
+    train(3, second)
+    for parameter, value in zip(model.get_parameters(), expected, strict=True):
+        np.testing.assert_array_equal(parameter.asnumpy(), value)
+
+
+def test_a_wrapper_is_saved_as_what_it_wraps(saved: Saved) -> None:
+    step = nn.TrainOneStepCell(nn.WithLossCell(saved.model, ENTROPY), saved.optimizer)
+    before = saved.values()
+    saved.context.save(str(saved.path), step, saved.optimizer, overwrite=True)
+    saved.step()
+    saved.context.load(str(saved.path), step, saved.optimizer)
+    for name, value in saved.values().items():
+        np.testing.assert_array_equal(value, before[name])
+    with pytest.raises(UnsupportedFeatureError, match="TrainOneStepCell is a wrapper around the S"):
+        saved.context.train_step(step, tensor(4, 3), loss=square)
+    with pytest.raises(UnsupportedFeatureError, match="call model = context.parallelize"):
+        saved.context.save(str(saved.path), nn.WithLossCell(nn.Dense(2, 2), ENTROPY))
+
+
 def test_dtypes_that_numpy_has_not(group: Any, tmp_path: Path) -> None:
     context = make(group)
     cell = nn.Cell()
@@ -503,6 +700,12 @@ def test_where_nothing_can_be_saved(saved: Saved, tmp_path: Path) -> None:
         save(3)
     with pytest.raises(NotPlainError, match="bytes"):
         save(str(tmp_path / "x"), extra={"a": b"1"})
+    for number in (float("nan"), [float("inf")]):
+        with pytest.raises(NotPlainError, match="infinite or no number"):
+            save(str(tmp_path / "x"), extra={"a": number})
+    for bad in ("no", 1, None):
+        with pytest.raises(CheckpointError, match="it is True or False"):
+            save(str(saved.path), overwrite=bad)
     with pytest.raises(NotPlainError, match="a dict of plain"):
         save(str(tmp_path / "x"), extra=[1])
     (tmp_path / "file").write_text("")

@@ -155,7 +155,7 @@ def test_a_failed_gradient_leaves_parameters_that_can_be_written() -> None:
         assert float(weights[0].sum()) == 4
     finally:
         api._pynative_executor.clear_res()
-    value, found = ms.value_and_grad(lambda a: model(a).sum(), None, weights)(x)
+    _, found = ms.value_and_grad(lambda a: model(a).sum(), None, weights)(x)
     assert found[0].asnumpy().tolist() == [[4, 4], [4, 4]]
 
 
