@@ -107,10 +107,11 @@ class MindSporeProcessGroup:
     `mindspore.jit` and `construct` in graph mode its parser raises `RuntimeError` ("Unsupported
     exception type"); there use `ops.AllReduce(group=group.native)` and its like.
 
-    On the CPU every call is compared across ranks first, the data goes over parallelkit's own connections, and a rank that comes too late
-    gets an error. What the user sends by MindSpore's own operators, and what a graph sends, is
-    not protected: there a rank that is late by more than the time limit computes with wrong
-    values, and is told nothing. On Ascend and GPU the backend moves the data; that was never run.
+    On the CPU every call is compared across ranks first, the data goes over parallelkit's own
+    connections, and a rank that comes too late gets an error. What the user sends by MindSpore's
+    own operators, and what a graph sends, is not protected: there a rank that is late by more than
+    the time limit computes with wrong values, and is told nothing. On Ascend and GPU the backend
+    moves the data; that was never run.
 
     Used by one thread, the one that owns MindSpore.
 
