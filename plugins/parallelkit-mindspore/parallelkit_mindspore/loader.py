@@ -14,7 +14,7 @@ from parallelkit.datastate import LoaderState
 from parallelkit.errors import DataShardError, UnknownLengthError, UnsupportedFeatureError
 from parallelkit.loading import Counted, Progress, check_values, int64, length_of
 from parallelkit_mindspore import runtime
-from parallelkit_mindspore.data import columns, pipeline
+from parallelkit_mindspore.data import columns, failures, pipeline
 from parallelkit_mindspore.data.checks import is_stream, name_of
 from parallelkit_mindspore.data.sampler import EpochSampler
 from parallelkit_mindspore.data.seeds import pipeline_seed
@@ -26,6 +26,8 @@ OPTIONS: Final = (
     *("column_names", "num_parallel_workers", "python_multiprocessing"),
 )
 OUTPUTS: Final = ("tuple", "dict")
+#: The most items in a batch of MindSpore's pipelines.
+_LARGEST: Final = 2**31 - 1
 
 
 def make_loader(
@@ -306,13 +308,15 @@ class ShardLoader:
         try:
             with pipeline_seed(derive_seed(begun.seed, self.index, begun.epoch, *resumed)):
                 running = begin(num_epochs=1)
-                first = next(running)
+                batches = failures.told(running)
+                first = next(batches)
             yield first
             del first
-            yield from running
+            yield from batches
         finally:
             if running is not None:
                 running.stop()
+            batches = iter(())
             del running, made  # worker processes end with these
 
     def _part(self, epoch: int, start: int) -> Sequence[int]:
@@ -351,9 +355,11 @@ def _pipeline(dataset: Any, options: Mapping[str, Any]) -> pipeline.Pipeline:
             raise DataShardError(f"{name} belongs to the {name_of(dataset)}; give it there")
         return pipeline.read(dataset)
     names = given.pop("column_names", None)
-    if names is None:
-        names = columns.names_of(dataset[0]) if len(dataset) else ("column_0",)
-    names = columns.check_names(names)
+    if names is None and len(dataset):
+        first = dataset[0]
+        names = columns.check_names(columns.names_of(first))
+        columns.pipeline_row(first, names)  # what the first item tells, before anything is made
+    names = columns.check_names(("column_0",) if names is None else names)
     try:
         rows = columns.Rows(dataset, names)
         made = ds.GeneratorDataset(rows, list(names), shuffle=False, **given)
@@ -397,6 +403,8 @@ def _batches(
     found: pipeline.Pipeline | None, batch_size: int | None, drop_last: bool | None
 ) -> tuple[int, bool]:
     """Size of batches, and whether a smaller last one is left out."""
+    if found is not None and (batch_size or 1) > _LARGEST:
+        raise DataShardError(f"batch_size is {batch_size}; MindSpore's pipelines take {_LARGEST}")
     if found is None or found.batch_size is None:
         return batch_size or 1, bool(drop_last)
     has = {"batch_size": found.batch_size, "drop_last": found.drop_last}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 
 import mindspore.dataset as ds
 
-from parallelkit.errors import UnsupportedFeatureError
+from parallelkit.errors import DataShardError, UnsupportedFeatureError
 from parallelkit.loading import length_of
 
 
@@ -14,11 +14,14 @@ def is_stream(dataset: object) -> bool:
     """Say whether a data set is read from front to end: an iterable, or a function of one.
 
     Raises:
+        DataShardError: it is an array without dims.
         UnsupportedFeatureError: it is nothing that can be sharded.
     """
     name = name_of(dataset)
     if isinstance(dataset, ds.Dataset):
         return False
+    if getattr(dataset, "ndim", None) == 0:
+        raise DataShardError(f"a {name} without dims has no items; give one of at least one dim")
     if isinstance(dataset, Mapping):
         raise UnsupportedFeatureError(
             f"a {name} is indexed by keys; give a sequence of its items, or a NumpySlicesDataset"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import numpy as np
 
 from parallelkit.errors import DataShardError, UnsupportedFeatureError
+
+#: Kinds of NumPy's dtypes that pipelines take.
+_KINDS: Final = "biufSU"
 
 
 def names_of(item: Any) -> tuple[str, ...]:
@@ -42,6 +45,23 @@ def row_of(item: Any, names: Sequence[str]) -> tuple[Any, ...]:
             f"{', '.join(map(repr, names))}"
         )
     return tuple(map(_array, values))
+
+
+def pipeline_row(item: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    """As `row_of`, for a pipeline of MindSpore's, which has fewer dtypes than tensors.
+
+    Raises:
+        DataShardError: a column has another dtype; or as `row_of`.
+    """
+    row = row_of(item, names)
+    for name, array in zip(names, row, strict=True):
+        if array.dtype.kind not in _KINDS or array.dtype.name == "bfloat16":
+            raise DataShardError(
+                f"column {name!r} of an item is {array.dtype}; MindSpore's pipelines take bool, "
+                "integers, float16, float32, float64 and text. Convert it, or give an iterable in "
+                "place of a data set with __getitem__, which is read without a pipeline"
+            )
+    return row
 
 
 def check_names(names: object) -> tuple[str, ...]:
@@ -78,7 +98,7 @@ class Rows:
         return len(self.dataset)
 
     def __getitem__(self, item: Any) -> tuple[Any, ...]:
-        return row_of(self.dataset[int(item)], self.names)
+        return pipeline_row(self.dataset[int(item)], self.names)
 
 
 def _array(value: Any) -> Any:
