@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Final, final
 
 import attrs
@@ -10,6 +9,7 @@ from mindspore import nn
 
 from parallelkit import options as opts
 from parallelkit.errors import ExecutionModeError
+from parallelkit.nesting import Nesting
 from parallelkit.specs import ExecutionSpec
 from parallelkit_mindspore import runtime
 from parallelkit_mindspore.graph.compiled import Tally, compile_target, title, undo
@@ -17,6 +17,7 @@ from parallelkit_mindspore.graph.settings import Settings, problem, refusal, set
 from parallelkit_mindspore.graph.switch import switched
 
 _NO_SETTINGS: Final = Settings(options={})
+_open: Final = Nesting()
 
 
 def set_execution_mode(spec: ExecutionSpec) -> MindSporeExecutionMode:
@@ -77,7 +78,7 @@ class MindSporeExecutionMode:
     block every cell that is called is compiled as a whole by MindSpore itself; inside an `eager`
     block nothing is compiled and what was compiled runs as plain Python (by `MS_JIT=0`, which
     processes started inside the block inherit). What was is restored at the end, after exceptions
-    too; blocks nest.
+    too; blocks nest, and leaving them in another order is an `ExecutionModeError`.
 
     All methods are for the thread that owns MindSpore; others get `WrongThreadError`.
 
@@ -94,7 +95,6 @@ class MindSporeExecutionMode:
         self._reason = reason
         self._settings = settings
         self._targets: list[Target] = []
-        self._blocks: list[contextlib.ExitStack] = []
 
     @property
     def requested(self) -> str:
@@ -191,12 +191,12 @@ class MindSporeExecutionMode:
 
     def __enter__(self) -> MindSporeExecutionMode:
         runtime.own("entering an execution mode")
-        self._blocks.append(switched(self._effective))
+        _open.enter(self, switched(self._effective).close)
         return self
 
     def __exit__(self, *exc: object) -> None:
         runtime.own("leaving an execution mode")
-        self._blocks.pop().close()
+        _open.leave(self)
 
     def __repr__(self) -> str:
         return f"<execution mode {self._effective}: {self._reason}>"

@@ -96,6 +96,20 @@ def test_blocks_nest_and_restore() -> None:
     assert current() == before
 
 
+def test_blocks_are_left_in_order() -> None:
+    eager, graph, before = mode("eager"), mode("graph"), current()
+    with pytest.raises(ExecutionModeError, match="without being entered"):
+        eager.__exit__(None, None, None)
+    graph.__enter__()
+    eager.__enter__()
+    with pytest.raises(ExecutionModeError, match=r"mode graph.* left while .*mode eager"):
+        graph.__exit__(None, None, None)
+    assert current() == (ms.PYNATIVE_MODE, "0"), "an exit that is refused changes nothing"
+    eager.__exit__(None, None, None)
+    graph.__exit__(None, None, None)
+    assert current() == before
+
+
 def test_a_cell_is_compiled_in_place_and_the_rest_is_not() -> None:
     cell, other = Counted("cell"), Counted("other")
     names = [parameter.name for parameter in cell.get_parameters()]

@@ -14,6 +14,7 @@ from torch import nn
 from parallelkit import options as opts
 from parallelkit.errors import ExecutionModeError, UnsupportedFeatureError
 from parallelkit.graphs import GraphBreak
+from parallelkit.nesting import Nesting
 from parallelkit.specs import ExecutionSpec
 from parallelkit_torch import names
 from parallelkit_torch.graph import regions
@@ -22,6 +23,7 @@ from parallelkit_torch.graph.settings import Settings, settle
 from parallelkit_torch.graph.watch import Tally, watch
 
 _NO_SETTINGS: Final = Settings(options={}, without={})
+_open: Final = Nesting()
 
 
 def set_execution_mode(spec: ExecutionSpec) -> TorchExecutionMode:
@@ -90,7 +92,8 @@ class TorchExecutionMode:
 
     As a context manager it says how functions that are compiled already run inside the block:
     `eager` runs them uncompiled, `graph` runs them compiled even inside an eager block. What was
-    is restored at the end; blocks nest.
+    is restored at the end; blocks nest, and leaving them in another order is an
+    `ExecutionModeError`.
 
     Example:
         >>> eager = set_execution_mode(ExecutionSpec(mode="eager"))
@@ -115,7 +118,6 @@ class TorchExecutionMode:
         self._fallback = fallback
         self._targets: list[Target] = []
         self._uncounted: UnsupportedFeatureError | None = None
-        self._stances: list[Any] = []
 
     @property
     def requested(self) -> str:
@@ -276,11 +278,12 @@ class TorchExecutionMode:
     def __enter__(self) -> TorchExecutionMode:
         stance = "force_eager" if self._effective == "eager" else "default"
         # torch sets a stance where it is made, and remembers what was before
-        self._stances.append(torch.compiler.set_stance(stance))
+        taken = torch.compiler.set_stance(stance)
+        _open.enter(self, lambda: taken.__exit__(None, None, None))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stances.pop().__exit__(None, None, None)
+        _open.leave(self)
 
     def __repr__(self) -> str:
         return f"<execution mode {self._effective}: {self._reason}>"

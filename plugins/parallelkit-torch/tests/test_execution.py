@@ -79,6 +79,20 @@ def test_blocks_nest_and_restore() -> None:
     assert stance() == "default"
 
 
+def test_blocks_are_left_in_order() -> None:
+    eager, graph = mode("eager"), mode("graph", backend="aot_eager")
+    with pytest.raises(ExecutionModeError, match="without being entered"):
+        eager.__exit__(None, None, None)
+    graph.__enter__()
+    eager.__enter__()
+    with pytest.raises(ExecutionModeError, match=r"mode graph.* left while .*mode eager"):
+        graph.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    eager.__exit__(None, None, None)
+    graph.__exit__(None, None, None)
+    assert stance() == "default"
+
+
 def test_preparing_a_mode_changes_nothing() -> None:
     mode("eager")
     assert stance() == "default"
