@@ -161,7 +161,11 @@ def _prefer(
         log.info("a third party's plugin for %s comes before parallelkit's own", names)
     narrow(keep, "a third party comes before a first party for the same framework")
     best = max(p.candidate.score for p in pool)
-    narrow([p for p in pool if p.candidate.score == best], f"score {best:g} is the highest")
+    lower = [p for p in pool if p.candidate.score < best]
+    narrow([p for p in pool if p not in lower], f"score {best:g} is the highest")
+    for p in lower:
+        about = f"; {p.candidate.reason}" if p.candidate.reason else ""
+        reasons[p.plugin.name] = f"score {p.candidate.score:g} is below {best:g}{about}"
     return pool, "; ".join(why)
 
 

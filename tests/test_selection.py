@@ -144,7 +144,10 @@ class TestPreference:
     def test_the_ranking_has_everybody_with_a_reason(self):
         lost = Absent(PluginInfo(name="bad", dist="d", state="failed"), "boom")
         got = choose(
-            probed("a", 5), probed("b", 3), probed("c", 0, reason="no driver"), absent=[lost]
+            probed("a", 5),
+            probed("b", 3, reason="CPU only"),
+            probed("c", 0, reason="no driver"),
+            absent=[lost],
         )
         assert [(r.plugin.name, r.place) for r in got.ranking] == [
             ("a", 1),
@@ -153,6 +156,8 @@ class TestPreference:
             ("bad", 0),
         ]
         assert all(r.reason for r in got.ranking)
+        assert got.why == "score 5 is the highest"
+        assert got.ranking[1].reason == "score 3 is below 5; CPU only"
         assert got.ranking[2].reason == "no driver"
         text = "\n".join(got.lines())
         assert "no driver" in text
