@@ -81,9 +81,11 @@ def parallel_context(
         manager = held.manager
     plugin, candidate = backend_of(group, manager=manager)
     wanted = {*planned.features(), *(f"axis.{axis}" for axis, n in pinned.items() if n > 1)}
+    mode_wanted = f"context.{planned.mode}"
     if fallback:
-        wanted.discard(f"context.{planned.mode}")
-    require(candidate, plugin, wanted)
+        wanted.discard(mode_wanted)
+    advice = {mode_wanted: "fallback=True takes the nearest mode that can run"}
+    require(candidate, plugin, wanted, advice=advice)
     spec = ContextSpec(
         plan=planned,
         mode=planned.mode,

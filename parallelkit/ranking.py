@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from parallelkit.errors import (
     AmbiguousBackendError,
@@ -200,8 +201,18 @@ def _device_and_backend(candidate: Candidate, request: ProbeRequest) -> tuple[st
     return device, backends.get(kind, "")
 
 
-def require(candidate: Candidate, plugin: PluginInfo, features: Collection[str]) -> None:
-    """Raise `UnsupportedFeatureError` for the first feature that is lacking, with what there is."""
+def require(
+    candidate: Candidate,
+    plugin: PluginInfo,
+    features: Collection[str],
+    *,
+    advice: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise `UnsupportedFeatureError` for the first feature that is lacking, with what there is.
+
+    Args:
+        advice: what to do where a feature is lacking, by feature.
+    """
     for feature in sorted(set(features) - candidate.features):
         kind = feature.partition(".")[0]
         same = sorted(f.partition(".")[2] for f in candidate.features if f.startswith(kind + "."))
@@ -210,6 +221,7 @@ def require(candidate: Candidate, plugin: PluginInfo, features: Collection[str])
             f"{feature.partition('.')[2]!r} ({feature}); "
             f"of {kind} it supports {', '.join(same) or 'nothing'}"
             + (f" ({candidate.reason})" if candidate.reason else "")
+            + (f". {advice[feature]}" if feature in advice else "")
         )
 
 

@@ -15,7 +15,8 @@ def command(spec: LaunchSpec) -> list[str]:
     """Return msrun's command line for ranks of this host; it waits and shows their output.
 
     msrun runs `python` from PATH, so PATH begins with the folder of the interpreter asked for.
-    Logs go to a new folder of the temporary folder, which msrun names.
+    Logs go to a new folder of the temporary folder, which msrun names; it is removed if every rank
+    ends well.
 
     Raises:
         LaunchError: that folder has no `python`.
@@ -34,7 +35,7 @@ def command(spec: LaunchSpec) -> list[str]:
         f"PATH={folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         spec.python,
         "-m",
-        "mindspore.parallel.cluster.run",
+        "parallelkit_mindspore.msrun",
         f"--worker_num={spec.ranks}",
         f"--local_worker_num={spec.ranks}",
         f"--master_port={port}",

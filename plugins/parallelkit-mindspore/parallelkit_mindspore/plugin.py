@@ -67,7 +67,10 @@ def parallelkit_probe(request: ProbeRequest) -> Candidate:
     here = _accelerators()
     features = FEATURES | {f"group.{kind}" for kind in here} | (ACCELERATED if here else set())
     found = f"{' and '.join(here)} found, on which this plugin was never run"
-    absent = "no Ascend NPU or GPU that it can use; semi_auto and auto need one of them"
+    absent = (
+        "no Ascend NPU or GPU that it can use, without which it has no modes semi_auto and auto, "
+        "and no axes but data and tensor"
+    )
     return Candidate(
         name=NAME,
         framework=NAME,

@@ -150,7 +150,9 @@ def test_a_cpu_falls_back_and_says_so(
 
 def test_the_core_says_what_runs_it() -> None:
     with pk.init_process_group(framework="mindspore", device="cpu"):
-        with pytest.raises(UnsupportedFeatureError, match="semi_auto and auto need one of them"):
+        with pytest.raises(
+            UnsupportedFeatureError, match="no modes semi_auto and auto.*fallback=True"
+        ):
             pk.parallel_context("auto")
         context = pk.parallel_context("auto", fallback=True)
         assert context.effective == "standalone"

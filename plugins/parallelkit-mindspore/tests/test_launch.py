@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -48,13 +49,26 @@ def test_parallelkit_run_by_msrun() -> None:
     assert done.returncode == 0, said
     for rank in range(2):
         assert f"rank {rank} of 2 done" in said
+    logs = named_logs(said)
+    assert logs.name.startswith("parallelkit-msrun-")
+    assert not logs.exists()
+
+
+def named_logs(said: str) -> Path:
+    """The folder of logs that msrun names in its output."""
+    return Path(said.partition("log file:")[2].partition("/scheduler.log")[0])
 
 
 @pytest.mark.slow
 def test_a_failing_rank_fails_msrun() -> None:
     run_ = [sys.executable, "-m", "parallelkit", "run", "--framework", "mindspore", "-n", "2"]
     done = run(*run_, LAUNCHED, "3")
-    assert done.returncode != 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, said
+    logs = named_logs(said)
+    assert f"check logs in directory: {logs}" in said
+    assert (logs / "scheduler.log").exists()
+    shutil.rmtree(logs)
 
 
 def test_torchrun() -> None:

@@ -45,7 +45,7 @@ def test_a_cpu(machine: Fake) -> None:
         ("cpu",),
         40,
     )
-    assert "semi_auto and auto need one of them" in found.reason
+    assert "no modes semi_auto and auto, and no axes but data and tensor" in found.reason
     assert {"group.cpu", "context.hybrid"} <= found.features
     assert not {"context.auto", "group.npu", "group.cuda"} & found.features
 
@@ -130,7 +130,7 @@ def test_command_line_of_msrun(tmp_path: Path) -> None:
     command = plugin.parallelkit_launch(spec)
     assert command is not None
     assert command[1].startswith(f"PATH={tmp_path}:")
-    assert command[2:5] == [spec.python, "-m", "mindspore.parallel.cluster.run"]
+    assert command[2:5] == [spec.python, "-m", "parallelkit_mindspore.msrun"]
     assert command[-3:] == ["train.py", "--lr", "1"]
     assert {"--worker_num=3", "--local_worker_num=3", "--join=True"} <= set(command)
     other = plugin.parallelkit_launch(LaunchSpec(framework="torch", ranks=1, script="x"))
