@@ -98,9 +98,11 @@ def compare_modes(
     """Run a function eagerly and as a graph: the largest difference, and the speed-up.
 
     Every run starts from the same arguments, the same random state and, for models, the same
-    parameters and buffers; all are as before when this returns. What the function changes
-    elsewhere, such as a model or an optimiser in its closure, stays changed: it is run
-    `2 * repeat + 2` times. Where the function is collective, so is this call.
+    parameters and buffers; all are as before when this returns. With MindSpore that holds for the
+    cells, optimisers among them, and parameters that the function comes to from its closure too.
+    With PyTorch what is in the closure stays changed. So does, with both, what the function changes
+    elsewhere: it is run some `2 * repeat + 2` times. Where the function is collective, so is this
+    call.
 
     Args:
         function: a function or a model, compiled or not; the plain one is taken.
