@@ -173,7 +173,8 @@ class ShardLoader:
         For `Model.train(epochs, loader.native)`, with `dataset_sink_mode` or without: each epoch
         gives our part in our order of that epoch. What it gives is not counted: `state_dict` and
         `epoch` stay, so set the next epoch afterwards. Random operations in it draw by
-        MindSpore's own seed. Each use of the attribute makes another data set.
+        MindSpore's own seed. A pass that was begun and not ended does not matter. Each use of the
+        attribute makes another data set.
 
         Raises:
             UnsupportedFeatureError: the data is a stream, or MindRecord with `shuffle`, or a state

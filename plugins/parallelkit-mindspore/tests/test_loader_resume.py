@@ -152,6 +152,9 @@ def test_native_gives_whole_epochs_only() -> None:
     assert rest
     whole = batches(make(rows(23)))
     assert batches(loader.native.create_tuple_iterator(num_epochs=1)) == whole
+    begun = iter(loader)
+    next(begun)
+    assert batches(loader.native.create_tuple_iterator(num_epochs=1)) == whole
 
 
 def test_two_passes_at_once() -> None:

@@ -321,7 +321,8 @@ class MindSporeParallelContext:
 
         Args:
             dataset: a MindSpore dataset, or items by index; the same on every rank.
-            batch_size: items in a batch of this data part; default 1.
+            batch_size: items in a batch of this data part; None: those of the data set's own
+                `batch`, else 1.
             mode: `"pad"`, `"drop"` or `"uneven"`; see `parallelkit.data.shard_indices`.
             shuffle: permute by `seed` and epoch; None: as the data set does.
             options: as `parallelkit_mindspore.loader.make_loader` has them.
