@@ -125,6 +125,7 @@ class MindSporeParallelContext:
             LayoutError: the tensor axis cannot divide its layers as laid out.
             ContextOrderError: an optimiser holds parameters that would be divided.
             RankMismatchError: ranks gave different models.
+        spread.addresses.note(spread_model)
         """
         runtime.own("parallelize")
         spread_model, spread = self._recipe.apply(model)
@@ -189,9 +190,10 @@ class MindSporeParallelContext:
             function = spread.steps.function(
                 model, loss, weights, named=isinstance(inputs, Mapping), backward=backward
             )
-            value, found = step.run(
-                function, inputs, target, items=items, microbatches=count, scale=scale
-            )
+            with spread.following(model):
+                value, found = step.run(
+                    function, inputs, target, items=items, microbatches=count, scale=scale
+                )
             spread.gradients.add(weights, found)
             if reducing:
                 self._recipe.reduce_gradients(spread)
@@ -236,7 +238,8 @@ class MindSporeParallelContext:
         spread = self._spread(model)
         stepped = grads.optimizer_parameters(optimizer, spread.parameters)
         spread.gradients.finished(stepped, "apply_gradients")
-        optimizer(spread.gradients.of(stepped))
+        with spread.following(model, optimizer):
+            optimizer(spread.gradients.of(stepped))
         spread.gradients.forget(stepped)
 
     def clip_grad_norm_(

@@ -18,6 +18,7 @@ from parallelkit_mindspore.parallel.axes import DATA, AxisGroups
 from parallelkit_mindspore.parallel.divided import reducing
 from parallelkit_mindspore.parallel.fused import fused
 from parallelkit_mindspore.parallel.gradients import Gradients
+from parallelkit_mindspore.parallel.moved import Addresses
 
 
 @attrs.define(eq=False)
@@ -30,6 +31,7 @@ class Spread:
         dims: the dim in which a parameter is divided over the tensor axis, by name.
         steps: its step functions.
         gradients: of its train steps.
+        addresses: where its parameters lay after the last step, and its optimisers'.
         sync: whether train steps reduce; `accumulate` changes it.
         begun: number of the train step that reduces, from 1; those that failed count.
         compared: names of what the tensor axis leaves whole whose gradients were seen to be equal.
@@ -40,6 +42,7 @@ class Spread:
     dims: Mapping[str, int] = attrs.field(factory=dict)
     steps: step.Steps = attrs.field(factory=step.Steps)
     gradients: Gradients = attrs.field(factory=Gradients)
+    addresses: Addresses = attrs.field(factory=Addresses)
     sync: bool = True
     begun: int = 0
     compared: set[str] = attrs.field(factory=set)
@@ -53,6 +56,19 @@ class Spread:
     def divided(self) -> set[int]:
         """Ids of the parameters that are divided."""
         return {id(self.parameters[name]) for name in self.dims}
+
+    @contextlib.contextmanager
+    def following(self, *owners: Any) -> Iterator[None]:
+        """Before graphs run: notice parameters of these cells that were given other memory.
+
+        Args:
+            owners: the model, and an optimiser.
+        """
+        for owner in owners:
+            self.addresses.follow(owner)
+        yield
+        for owner in owners:
+            self.addresses.note(owner)
 
     def begin(self) -> None:
         """Forget the gradients, and count train steps anew."""
