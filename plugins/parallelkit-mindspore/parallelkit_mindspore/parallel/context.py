@@ -100,8 +100,8 @@ class MindSporeParallelContext:
 
     @property
     def native(self) -> dict[str, Any]:
-        """What `mindspore.set_auto_parallel_context` was given; empty: it was left alone."""
-        return dict(self._native.values)
+        """What the context has set by `set_auto_parallel_context`, as it is now; empty: nothing."""
+        return self._native.values | self._native.changed()
 
     # --- models
 
@@ -123,11 +123,12 @@ class MindSporeParallelContext:
             UnsupportedFeatureError: it is no `nn.Cell`, is divided already, or has parameters
                 without values or of a dtype that cannot be divided here.
             LayoutError: the tensor axis cannot divide its layers as laid out.
-            ContextOrderError: an optimiser holds parameters that would be divided.
+            ContextOrderError: an optimiser holds parameters that would be divided; or, here and in
+                `train_step` and `grad_reducer`, the user changed MindSpore's settings since.
             RankMismatchError: ranks gave different models.
         spread.addresses.note(spread_model)
         """
-        runtime.own("parallelize")
+        self._own("parallelize")
         spread_model, spread = self._recipe.apply(model)
         self._models[spread_model] = spread
         return spread_model
@@ -177,7 +178,7 @@ class MindSporeParallelContext:
             LayoutError: after the first backward pass: a parameter that the tensor axis leaves
                 whole got different gradients on its ranks.
         """
-        runtime.own("train_step")
+        self._own("train_step")
         spread = self._spread(model)
         reducing = backward and sync and spread.sync
         with spread.numbered(type(model).__name__) if reducing else nullcontext():
@@ -305,7 +306,7 @@ class MindSporeParallelContext:
         Args:
             parameters: in the order of the gradients, such as `optimizer.parameters`.
         """
-        runtime.own("grad_reducer")
+        self._own("grad_reducer")
         return self._recipe.reducer(parameters)
 
     # --- data, checkpoints, life
@@ -438,16 +439,14 @@ class MindSporeParallelContext:
 
     def explain(self) -> str:
         """Say what runs, why, and what was done to each model, in order."""
-        lines = described(self, self._settings, self._chosen)
+        lines = described(self, self._settings, self._chosen, self._native)
         for model, spread in self._models.items():
             lines += [f"{type(model).__name__} {n}: {s}" for n, s in enumerate(spread.done, 1)]
         return "\n".join(lines)
 
-    def _spread(self, model: Any) -> Spread:
-        found = self._models.get(model) if isinstance(model, nn.Cell) else None
-        if found is None:
-            raise UnsupportedFeatureError(
-                f"this {type(model).__qualname__} was not given back by parallelize() of this "
-                "context; call model = context.parallelize(model) first"
-            )
-        return found
+    def _own(self, what: str) -> None:
+        runtime.own(what)
+        self._native.refuse_changes(what)
+
+    def _spread(self, model: Any, *, inside: bool = False) -> Spread:
+        return spread_of(model, self._models, inside=inside)

@@ -127,7 +127,7 @@ class MindSporeAutoContext:
     @property
     def native(self) -> Mapping[str, Any]:
         """The settings as `mindspore.set_auto_parallel_context` names them."""
-        return dict(self._values)
+        return self._values | self._native.changed()
 
     # --- models
 
@@ -148,9 +148,11 @@ class MindSporeAutoContext:
             LayoutError: the layouts do not fit the model; or mode `"semi_auto"` has a tensor axis
                 and nothing says what it divides.
             RankMismatchError: ranks gave different models.
+            ContextOrderError: with api `"context"`, the user changed MindSpore's settings since.
         """
         ms = runtime.mindspore("parallelize")
         if not isinstance(model, ms.nn.Cell):
+        self._native.refuse_changes("parallelize")
             raise UnsupportedFeatureError(
                 f"parallelize got a {type(model).__qualname__}; it takes a mindspore.nn.Cell"
             )
@@ -314,6 +316,7 @@ class MindSporeAutoContext:
             f"gradients: {self.reduce}, inside the graph",
             f"data: part {index} of {count}",
             *self._settings.lines(),
+            *self._native.changed_lines(),
         ]
         for step, done in self._steps.items():
             inner = getattr(step, "network", step) if self._settings.api != "context" else step

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
+from parallelkit.errors import ContextOrderError
 from parallelkit_mindspore import runtime
 
 #: What can be read and is put back.
@@ -63,6 +64,7 @@ class NativeSettings:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = dict(values)
+        self._read: dict[str, Any] = {}  # as MindSpore tells them, which may be in other words
 
     def apply(self) -> None:
         """Put this layer in force, on top of the user's settings and in place of older layers.
@@ -78,6 +80,45 @@ class NativeSettings:
             _back_to(_users)
         _layers.append(self)
         runtime.mindspore("parallel_context").set_auto_parallel_context(**self.values)
+        self._read = self._live()
+
+    def changed(self) -> dict[str, Any]:
+        """Settings of this layer that have other values now; nothing if a newer layer is in force.
+
+        So has a call of `set_auto_parallel_context` or `reset_auto_parallel_context` set them.
+        Costs a microsecond for each.
+        """
+        if not _layers or _layers[-1] is not self:
+            return {}
+        live = self._live()
+        return {name: value for name, value in live.items() if value != self._read[name]}
+
+    def _live(self) -> dict[str, Any]:
+        ms = runtime.mindspore("parallel_context")
+        return {name: _now(ms, name) for name in self.values if name in READABLE}
+
+    def changed_lines(self) -> list[str]:
+        """What `explain()` says of it."""
+        return [
+            f"but {name} was set to {value!r} since, which steps that are built now follow"
+            for name, value in self.changed().items()
+        ]
+
+    def refuse_changes(self, what: str) -> None:
+        """Raise if a step that is built now would not reduce as the context does.
+
+        Raises:
+            ContextOrderError: with each setting, its value and the context's.
+        """
+        changed = self.changed()
+        if changed:
+            said = ", ".join(f"{n} is {v!r}, not {self._read[n]!r}" for n, v in changed.items())
+            raise ContextOrderError(
+                f"{what}: MindSpore's settings were changed after the context was made: {said}. A "
+                "step that is built now follows these, and not the context. Remove that call of "
+                "set_auto_parallel_context or reset_auto_parallel_context; to train otherwise, "
+                "call reset() of the context and make another"
+            )
 
     def restore(self) -> None:
         """Take this layer off: the one below is in force again, or what the user had set.
