@@ -9,6 +9,7 @@ it compiles no branch whose condition is constant; what is found there is marked
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import linecache
@@ -28,6 +29,7 @@ from parallelkit_mindspore.graph import syntax
 
 _LIMIT: Final = 500  # functions; a bound, far beyond what a model has
 _UNKNOWN: Final = object()
+_CALLABLE: Final = (nn.Cell, types.FunctionType, types.MethodType, functools.partial)
 _LIBRARIES: Final = (
     str(Path(ms.__file__).parent),
     str(Path(__file__).parents[1]),
@@ -110,17 +112,22 @@ class _Walker:
 
     def visit(self, target: Any, *, certain: bool, given: Any = ((), {})) -> None:
         """Search what a call of `target` runs, once for each function and owner."""
+        while isinstance(target, functools.partial):
+            given = ((*target.args, *given[0]), {**target.keywords, **given[1]})
+            target = target.func
         function, owner = function_of(target)
         if isinstance(target, nn.Cell) and function is not None and is_library(function):
             for cell in target.cells():  # a container or a wrapper: it calls what is inside
                 self.visit(cell, certain=certain)
             return
-        if function is None or is_library(function) or len(self._seen) > _LIMIT:
-            return
         key = (id(function), id(owner))
-        if key in self._seen:
+        if function is None or key in self._seen or len(self._seen) > _LIMIT:
             return
         self._seen[key] = certain
+        if is_library(function):
+            for callee in _enclosed(function):  # what `value_and_grad` and its like were given
+                self.visit(callee, certain=certain)
+            return
         tree = tree_of(function)
         if tree is None:
             if not _has_source(function):
@@ -161,6 +168,10 @@ class _Scope:
                 self._names[name] = _UNKNOWN
         locals_ = set(function.__code__.co_varnames) | set(function.__code__.co_cellvars)
         self._names |= dict.fromkeys(locals_, _UNKNOWN)
+        for parameter in inspect.signature(function).parameters.values():
+            if isinstance(parameter.default, _CALLABLE):
+                self._names[parameter.name] = parameter.default
+        self._owner = owner
         first = ([owner] if owner is not None else []) + list(given[0])
         try:
             self._names |= inspect.signature(function).bind_partial(*first, **given[1]).arguments
@@ -207,7 +218,9 @@ class _Scope:
 
     def _targets(self, node: ast.expr) -> Iterator[Any]:
         value = self._value(node, properties=True)
-        if isinstance(value, nn.Cell | types.FunctionType | types.MethodType):
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, _CALLABLE):
             yield value
         elif isinstance(value, list | tuple) and len(value) < _LIMIT:
             yield from (item for item in value if isinstance(item, nn.Cell))
@@ -237,9 +250,28 @@ class _Scope:
             builtins = builtins if isinstance(builtins, dict) else vars(builtins)
             return self._globals.get(node.id, builtins.get(node.id, _UNKNOWN))
         if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Call):
+                return self._of_super(node.value, node.attr)
             owner = self._value(node.value)
             return _UNKNOWN if owner is _UNKNOWN else _attribute(owner, node.attr, properties)
         return _UNKNOWN
+
+    def _of_super(self, call: ast.Call, name: str) -> Any:
+        """A method of `super()`."""
+        inside = self._names.get("__class__")
+        is_super = isinstance(call.func, ast.Name) and call.func.id == "super" and not call.args
+        if not is_super or not isinstance(inside, type) or not isinstance(self._owner, inside):
+            return _UNKNOWN
+        method = getattr(super(inside, self._owner), name, None)
+        return method if isinstance(method, types.MethodType) else _UNKNOWN
+
+
+def _enclosed(function: types.FunctionType) -> Iterator[Any]:
+    """Functions and cells in the closure of a library's function."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            if isinstance(cell.cell_contents, _CALLABLE):
+                yield cell.cell_contents
 
 
 def _attribute(owner: Any, name: str, properties: bool) -> Any:

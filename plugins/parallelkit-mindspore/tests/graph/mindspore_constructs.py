@@ -280,6 +280,14 @@ def calls_a_method(x: Any) -> Any:
     return PLAIN.run(x)
 
 
+def calls_by_default(x: Any, function: Callable[..., Any] = helper) -> Any:
+    return function(x)
+
+
+def calls_higher(function: Callable[..., Any], x: Any) -> Any:
+    return function(x)
+
+
 def several(x: Any) -> Any:
     import math
 
@@ -501,6 +509,20 @@ class Helping(nn.Cell):
 
     def construct(self, x: Any) -> Any:
         return self.helped(x)
+
+
+class FromBase(Helping):
+    def construct(self, x: Any) -> Any:
+        return super().helped(x)
+
+
+class InADict(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"bad": Bad()}
+
+    def construct(self, x: Any) -> Any:
+        return self.kept["bad"](x)
 
 
 class NoSelf(nn.Cell):
