@@ -201,10 +201,11 @@ class MindSporeParallelContext:
         return value if scale is None else value / parts
 
     def accumulate(self, model: nn.Cell, *, sync: bool) -> AbstractContextManager[None]:
-        """Within, train steps reduce gradients over the data axes only if `sync`.
+        """Within, `train_step` reduces gradients over the data axes only if `sync`.
 
         Not collective. Use it with False for all but the last batch of an optimiser step:
-        gradients add up on each rank and cross the network once.
+        gradients add up on each rank, with no mean over batches, and cross the network once.
+        A cell of `grad_reducer` and MindSpore's own steps do not hear of it.
 
         Raises:
             UnsupportedFeatureError: the model was not spread by this context.
