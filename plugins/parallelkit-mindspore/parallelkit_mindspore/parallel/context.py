@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 from mindspore import nn
 
-from parallelkit.errors import UnsupportedFeatureError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain, ProcessGroup
 from parallelkit.specs import ContextSpec
@@ -19,7 +18,7 @@ from parallelkit_mindspore.parallel import step, trees
 from parallelkit_mindspore.parallel.axes import DATA, AxisGroups, is_world
 from parallelkit_mindspore.parallel.existing import refuse_steps, retire_steps
 from parallelkit_mindspore.parallel.explain import described
-from parallelkit_mindspore.parallel.recipe import Recipe, Spread
+from parallelkit_mindspore.parallel.recipe import Recipe, Spread, spread_of
 from parallelkit_mindspore.parallel.seeding import seed_all
 from parallelkit_mindspore.parallel.settings import Settings
 from parallelkit_mindspore.parallel.settings_native import NativeSettings, in_force
@@ -50,11 +49,7 @@ class MindSporeParallelContext:
         effective: str | None = None,
         chosen: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            effective: the mode that runs, where it is not the one asked for.
-            chosen: lines for `explain()` that say why.
-        """
+        """`effective` is the mode that runs, where another was asked for; `chosen` says why."""
         self._spec = spec
         self._group = group
         self._settings = settings
@@ -126,11 +121,11 @@ class MindSporeParallelContext:
             ContextOrderError: an optimiser holds parameters that would be divided; or, here and in
                 `train_step` and `grad_reducer`, the user changed MindSpore's settings since.
             RankMismatchError: ranks gave different models.
-        spread.addresses.note(spread_model)
         """
         self._own("parallelize")
         spread_model, spread = self._recipe.apply(model)
         self._models[spread_model] = spread
+        spread.addresses.note(spread_model)
         return spread_model
 
     def train_step(
@@ -374,7 +369,7 @@ class MindSporeParallelContext:
 
         Args:
             path: a folder; it appears there when all of it is on disk.
-            model: what `parallelize` gave.
+            model: what `parallelize` gave, or a step or `Model` around it.
             optimizer: its state is saved too.
             extra: plain values that `load` gives back: a step's number, `loader.state_dict()`.
             overwrite: replace a checkpoint that is there.
@@ -383,7 +378,7 @@ class MindSporeParallelContext:
         from parallelkit_mindspore.parallel import checkpoint
 
         runtime.own("save")
-        spread = self._spread(model)
+        spread = self._spread(model, inside=True)
         checkpoint.save(
             path,
             checkpoint.State.of(spread.parameters, spread.dims, optimizer),
@@ -416,7 +411,7 @@ class MindSporeParallelContext:
         from parallelkit_mindspore.parallel import checkpoint
 
         runtime.own("load")
-        spread = self._spread(model)
+        spread = self._spread(model, inside=True)
         extra = checkpoint.load(
             path,
             checkpoint.State.of(spread.parameters, spread.dims, optimizer),
@@ -442,7 +437,8 @@ class MindSporeParallelContext:
         """Say what runs, why, and what was done to each model, in order."""
         lines = described(self, self._settings, self._chosen, self._native)
         for model, spread in self._models.items():
-            lines += [f"{type(model).__name__} {n}: {s}" for n, s in enumerate(spread.done, 1)]
+            lines.append(f"{type(model).__name__}:")
+            lines += [f"  step {n}: {s}" for n, s in enumerate(spread.done, 1)]
         return "\n".join(lines)
 
     def _own(self, what: str) -> None:

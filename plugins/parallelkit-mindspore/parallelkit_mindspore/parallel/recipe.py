@@ -9,10 +9,10 @@ from typing import Any, final
 import attrs
 from mindspore import nn
 
-from parallelkit.errors import CollectiveError, RankMismatchError
+from parallelkit.errors import CollectiveError, RankMismatchError, UnsupportedFeatureError
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import ProcessGroup
-from parallelkit_mindspore import checks
+from parallelkit_mindspore import checks, names
 from parallelkit_mindspore.parallel import replicate, step, tensor
 from parallelkit_mindspore.parallel.axes import DATA, AxisGroups
 from parallelkit_mindspore.parallel.divided import reducing
@@ -112,6 +112,34 @@ class Spread:
             yield
         finally:
             self.sync = before
+
+
+def spread_of(model: Any, models: Mapping[Any, Spread], *, inside: bool) -> Spread:
+    """Find what was made of a model.
+
+    Args:
+        models: of one context, by what `parallelize` gave.
+        inside: whether a training step or another wrapper around one will do.
+
+    Raises:
+        UnsupportedFeatureError: there is none; says so if it is inside.
+    """
+    found = models.get(model) if isinstance(model, nn.Cell) else None
+    if found is not None:
+        return found
+    inner = names.unwrap(model)
+    within = models.get(inner) if inner is not model else None
+    if within is None:
+        raise UnsupportedFeatureError(
+            f"this {type(model).__qualname__} was not given back by parallelize() of this "
+            "context; call model = context.parallelize(model) first"
+        )
+    if not inside:
+        raise UnsupportedFeatureError(
+            f"this {type(model).__qualname__} is a wrapper around the {type(inner).__qualname__} "
+            "that parallelize() gave back; give that model itself"
+        )
+    return within
 
 
 @final
