@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 
 from mindspore.parallel.cluster import run
 
@@ -20,4 +19,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
