@@ -151,8 +151,8 @@ class MindSporeAutoContext:
             ContextOrderError: with api `"context"`, the user changed MindSpore's settings since.
         """
         ms = runtime.mindspore("parallelize")
-        if not isinstance(model, ms.nn.Cell):
         self._native.refuse_changes("parallelize")
+        if not isinstance(model, ms.nn.Cell):
             raise UnsupportedFeatureError(
                 f"parallelize got a {type(model).__qualname__}; it takes a mindspore.nn.Cell"
             )
@@ -315,8 +315,8 @@ class MindSporeAutoContext:
             f"{self.plan.world_size} ranks{', ' + degrees if degrees else ''}",
             f"gradients: {self.reduce}, inside the graph",
             f"data: part {index} of {count}",
-            *self._settings.lines(),
             *self._native.changed_lines(),
+            *self._settings.lines(),
         ]
         for step, done in self._steps.items():
             inner = getattr(step, "network", step) if self._settings.api != "context" else step
