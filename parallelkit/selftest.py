@@ -28,4 +28,4 @@ def main(framework: str = "auto", timeout: float = 30.0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "auto"))

@@ -17,7 +17,7 @@ _GLOO_DTYPES: Final = frozenset(
 )
 
 
-def describe(call: str, x: torch.Tensor, device: torch.device) -> str:
+def describe(call: str, x: object, device: torch.device) -> str:
     """Check that `x` is a dense tensor on the group's device; return the call with its type."""
     if not isinstance(x, torch.Tensor):
         kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__qualname__}"
