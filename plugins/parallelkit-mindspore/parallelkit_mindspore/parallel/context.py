@@ -224,8 +224,8 @@ class MindSporeParallelContext:
         parameter of the optimiser's that no step gave a gradient counts as zero.
 
         Args:
-            optimizer: of `mindspore.nn`, `mindspore.mint.optim` or `mindspore.experimental.optim`,
-                built from the model that `parallelize` gave.
+            optimizer: built from the model that `parallelize` gave; of `mindspore.nn` or of
+                `mindspore.experimental.optim`; one of `mint.optim` does nothing on the CPU.
 
         Raises:
             GradientError: there are none, or the last step had `sync=False`.

@@ -99,7 +99,7 @@ class Spread:
             if "ranks made different calls" not in str(error):
                 raise
             raise RankMismatchError(
-                f"ranks are in different train steps, or do not train the same parameters; {error}\n"
+                f"ranks are in different train steps, or train different parameters; {error}\n"
                 "A rank whose step failed must not go on alone: load a checkpoint on every rank, "
                 "which counts anew, or end them all"
             ) from error
