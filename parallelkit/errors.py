@@ -150,6 +150,10 @@ class GradientError(ParallelKitError):
     """Gradients that are needed are not there, or were not reduced over the ranks."""
 
 
+class MovedParameterError(ParallelKitError):
+    """A parameter was given other memory than what was compiled with it; training would stand."""
+
+
 class NonFiniteGradientError(ParallelKitError):
     """The norm of the gradients is infinite or not a number."""
 

@@ -125,7 +125,6 @@ class MindSporeParallelContext:
         self._own("parallelize")
         spread_model, spread = self._recipe.apply(model)
         self._models[spread_model] = spread
-        spread.addresses.note(spread_model)
         return spread_model
 
     def train_step(

@@ -1,21 +1,21 @@
-"""Parameters that lie in other memory than before: what was compiled is compiled anew.
+"""Parameters that lie in other memory than before: what was compiled goes on with the old one.
 
 `Parameter.set_data`, which `mindspore.load_param_into_net` calls, gives a parameter other memory. A
 graph that MindSpore has compiled goes on with the old one, and says nothing: an optimiser of
 `mindspore.nn`, compiled in PyNative too, steps weights that nobody reads any more, and a forward
-graph reads weights that nobody steps. Training stands still.
+graph reads weights that nobody steps. Training stands still. To free what was compiled does not
+heal it reliably (2.10: after some histories of a process it changed nothing), so it is an error.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 from mindspore import nn
 
-log = logging.getLogger("parallelkit")
+from parallelkit.errors import MovedParameterError
 
 
 class _Places(NamedTuple):
@@ -42,40 +42,27 @@ class Addresses:
         parameters = tuple(owner.get_parameters()) if known is None else known.parameters
         self._known[owner] = _Places(parameters, _of(parameters))
 
-    def follow(self, owner: nn.Cell) -> bool:
-        """Forget all compiled graphs if one lies elsewhere than noted; say whether so.
+    def check(self, owner: nn.Cell) -> None:
+        """Raise if one lies elsewhere than noted; a cell that was not noted has no graphs of ours.
 
-        A cell that was not noted is one that nothing of ours was compiled for.
+        Raises:
+            MovedParameterError: with the first one's name.
         """
         known = self._known.get(owner)
-        if known is None or known.at == _of(known.parameters):
-            return False
-        log.info(
-            "parameters of a %s were given other memory (set_data, load_param_into_net): graphs "
-            "are compiled anew; parameter.copy_() and context.load() need not",
-            type(owner).__qualname__,
-        )
-        forget_graphs()
-        return True
+        if known is None:
+            return
+        places = zip(known.parameters, known.at, _of(known.parameters), strict=True)
+        moved = [one.name for one, before, now in places if before != now]
+        if moved:
+            raise MovedParameterError(
+                f"{len(moved)} parameter(s) of a {type(owner).__qualname__}, the first "
+                f"{moved[0]!r}, were given other memory after a train step, by set_data, "
+                "load_checkpoint or load_param_into_net. What MindSpore has compiled goes on with "
+                "the old memory, so training would stand still without an error. Load before the "
+                "first train step, or in place: context.load(...), ops.assign(parameter, value)"
+            )
 
 
 def _of(parameters: Iterable[Any]) -> list[int]:
     """Addresses; 0 for a parameter that has no value yet."""
     return [0 if one.has_init else one.data_ptr() for one in parameters]
-
-
-def forget_graphs() -> None:
-    """Free all that MindSpore has compiled in this process; the next calls compile again.
-
-    Not `mindspore.ms_memory_recycle()`, which also drops what was parsed: functions made later
-    then failed to compile, since they were taken for others.
-    """
-    from mindspore.graph import api
-
-    from parallelkit_mindspore.graph import apart
-
-    apart.drop(apart.phases())
-    for keys in api.cells_compile_cache.values():
-        if keys:
-            api._cell_graph_executor.del_net_res(None, keys)
-            keys.clear()

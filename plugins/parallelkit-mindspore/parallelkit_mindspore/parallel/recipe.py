@@ -59,13 +59,13 @@ class Spread:
 
     @contextlib.contextmanager
     def following(self, *owners: Any) -> Iterator[None]:
-        """Before graphs run: notice parameters of these cells that were given other memory.
+        """Before graphs run: refuse parameters of these cells that were given other memory.
 
         Args:
             owners: the model, and an optimiser.
         """
         for owner in owners:
-            self.addresses.follow(owner)
+            self.addresses.check(owner)
         yield
         for owner in owners:
             self.addresses.note(owner)
