@@ -237,11 +237,11 @@ def test_a_part_of_a_divided_layer_is_refused_by_name() -> None:
 def test_moved_memory_is_followed() -> None:
     model = Holder(x=ms.Parameter(tensor([0.0, 0.0])), y=tensor([0.0]))
     source, sink = CellSource(model), CellSink(model)
-    stale = source.host_bytes(0)
+    assert bytes(source.host_bytes(0)) == values(tensor([0.0, 0.0]))
     model.x.set_data(tensor([1.0, 2.0]))  # moves the parameter
     model._buffers["y"] = tensor([3.0])
     source.begin()
-    assert bytes(source.host_bytes(0)) == values(tensor([1.0, 2.0])) != bytes(stale)
+    assert bytes(source.host_bytes(0)) == values(tensor([1.0, 2.0]))
     assert bytes(source.host_bytes(1)) == values(tensor([3.0]))
     sink.begin()
     for index in (0, 1):

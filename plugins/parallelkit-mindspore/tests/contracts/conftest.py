@@ -19,6 +19,7 @@ import msgspec
 import parallelkit_mindspore
 import pytest
 from parallelkit_mindspore import life, native, rendezvous
+from parallelkit_mindspore.parallel import existing
 
 from parallelkit.launch import LaunchInfo
 from parallelkit.meeting import Place, Star
@@ -173,6 +174,7 @@ class Ranks(Star):
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """MindSpore is this recorder for the test, and ranks meet nobody."""
     made = Recorder()
+    existing.retire_steps()  # other files of tests make steps where they are collected
     for name in WATCHED:
         monkeypatch.delenv(name, raising=False)
     for name, module in made.modules().items():
