@@ -36,7 +36,7 @@ class Addresses:
         self._known: WeakKeyDictionary[nn.Cell, _Places] = WeakKeyDictionary()
 
     def note(self, owner: nn.Cell) -> None:
-        """Remember where they lie; what MindSpore moves within a step is no reason to compile."""
+        """Remember where they lie; what MindSpore moves within a step is not what `check` means."""
         known = self._known.get(owner)
         # listing a cell's parameters takes longer than looking at each
         parameters = tuple(owner.get_parameters()) if known is None else known.parameters
