@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from parallelkit.errors import CollectiveError, CollectiveTimeoutError
 
 _GRACE_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
 Kind = Literal["timeout", "lost"]
 
 
@@ -92,7 +93,9 @@ def _absent(post: _Post | None, elapsed: float) -> bool:
 def _ask(store: Store | None, mine: _Post, rank: int, world: int) -> dict[int, _Post] | None:
     """Post what happened here and collect what the others posted; None if the store is gone.
 
-    A thread does it: a store whose host is stopped would block without a deadline.
+    A thread does it: a store whose host is stopped would block without a deadline. Rank 0, which
+    often holds the store, waits for those who are still looking, so that its end takes nothing
+    from them.
     """
     if store is None:
         return None
@@ -111,19 +114,34 @@ def _ask(store: Store | None, mine: _Post, rank: int, world: int) -> dict[int, _
 def _collect(findings: _Findings, store: Store, mine: _Post, rank: int, world: int) -> None:
     try:
         store.set(f"fault/{rank}", f"{mine.kind} {mine.seconds}")
-        end = time.monotonic() + _GRACE_SECONDS
         others = [r for r in range(world) if r != rank]
-        while True:
-            for other in others:
-                if other not in findings.posted and store.check([f"fault/{other}"]):
-                    kind, _, seconds = store.get(f"fault/{other}").decode().partition(" ")
-                    findings.posted[other] = _Post(kind, float(seconds))
-            if len(findings.posted) == len(others) or time.monotonic() > end:
-                break
-            time.sleep(0.02)
+        _look(findings, store, others)
         findings.complete = True
-    except RuntimeError:  # the store is gone: what was found so far is not complete
-        return
+        store.set(f"fault/{rank}/read", "")
+        if rank == 0:
+            _await_readers(store, list(findings.posted))
+    except RuntimeError:  # the store is gone; if its host had posted, only since it gave up first
+        findings.complete = findings.complete or 0 in findings.posted
+
+
+def _look(findings: _Findings, store: Store, others: list[int]) -> None:
+    """Collect what others post, until all have or the time of grace is over."""
+    end = time.monotonic() + _GRACE_SECONDS
+    while True:
+        for other in others:
+            if other not in findings.posted and store.check([f"fault/{other}"]):
+                kind, _, seconds = store.get(f"fault/{other}").decode().partition(" ")
+                findings.posted[other] = _Post(kind, float(seconds))
+        if len(findings.posted) == len(others) or time.monotonic() > end:
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _await_readers(store: Store, ranks: list[int]) -> None:
+    end = time.monotonic() + _GRACE_SECONDS
+    keys = [f"fault/{rank}/read" for rank in ranks]
+    while keys and not store.check(keys) and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
 
 
 def brief(error: Exception) -> str:

@@ -25,6 +25,7 @@ from parallelkit.errors import (
 from parallelkit.protocols import Plain
 from parallelkit.specs import GroupSpec
 from parallelkit_torch import checks, devices
+from parallelkit_torch.letting_go import await_gloo
 from parallelkit_torch.rendezvous import meet
 from parallelkit_torch.wire import PrefixStore, Wire
 
@@ -312,6 +313,8 @@ class TorchProcessGroup:
         atexit.unregister(self.close)
         for child in self._children:
             child.close()
+        if "gloo" in self._backend:
+            await_gloo()
         with contextlib.suppress(AssertionError, ValueError, RuntimeError):  # gone already
             if self.ours and dist.is_initialized():
                 dist.destroy_process_group(self._wire.native)

@@ -46,6 +46,13 @@ def test_stopped_rank_zero_blocks_nobody(job: Job) -> None:
     job("failures.py", "stopped", ranks=3)
 
 
+@pytest.mark.parametrize("ending", ["close", "exit"])
+def test_ranks_end_well_while_something_holds_the_group(
+    ending: str, job: Job, tmp_path: Path
+) -> None:
+    job("endings.py", "8", ending, str(tmp_path), ranks=1)
+
+
 def test_torchrun() -> None:
     spec = LaunchSpec(
         framework="torch", ranks=2, script=str(JOBS / "launched.py"), python=sys.executable
