@@ -177,15 +177,16 @@ def open_transport(
 
 
 def connect_transport(
-    name: str, offer: bytes, *, manager: PluginManager | None = None
+    name: str, offer: bytes, key: bytes, *, manager: PluginManager | None = None
 ) -> protocols.SubscriberTransport | None:
-    """Open the subscriber's end from an offer, or return None where nobody has `name`."""
+    """Open the subscriber's end from an offer and a pass; None where nobody has `name`."""
     return _first(
         "parallelkit_connect_transport",
         manager,
         protocols.SubscriberTransport,
         name=name,
         offer=offer,
+        key=key,
     )
 
 

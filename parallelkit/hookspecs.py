@@ -135,14 +135,21 @@ def parallelkit_transports(request: specs.TransportRequest) -> list[specs.Transp
 
 @hookspec(firstresult=True)
 def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.PublisherTransport | None:
-    """Open the publisher's end of `spec.name`. *First result.* None: not my transport."""
+    """Open one publisher rank's end of `spec.name`. *First result.* None: not my transport.
+
+    Called in every rank that hands parts out, and told options of all transports: ignore those
+    of others.
+    """
 
 
 @hookspec(firstresult=True)
-def parallelkit_connect_transport(name: str, offer: bytes) -> protocols.SubscriberTransport | None:
-    """Open the subscriber's end from the publisher's offer. *First result.*
+def parallelkit_connect_transport(
+    name: str, offer: bytes, key: bytes
+) -> protocols.SubscriberTransport | None:
+    """Open the subscriber's end from one publisher rank's offer. *First result.*
 
-    `offer` came over the authenticated control channel; it is still checked, never unpickled.
+    `key` is a pass for this connection. Both came over the authenticated control channel; they
+    are still checked, never unpickled.
     """
 
 

@@ -10,8 +10,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from parallelkit.plan import ParallelPlan
+    from parallelkit.weights.layout import Region
     from parallelkit.weights.manifest import Manifest
+    from parallelkit.weights.plan import Span
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 Tensor = Any
 Plain = None | bool | int | float | str | bytes | list["Plain"] | dict[str, "Plain"]
@@ -267,8 +273,11 @@ class WeightSource(Protocol):
 class ShardedSource(WeightSource, Protocol):
     """Weights of which every rank of the publisher holds a part.
 
-    Each rank has a source of its own. An update calls `look` on all; then rank 0 works, `gather`
-    included, and ends with `dismiss`, while the others are in `serve`.
+    Each rank has a source of its own. An update calls `look` on all; then each rank that hands
+    parts out calls `begin` and reads them by `host_bytes`, which gives *this rank's part* of a
+    unique tensor, row-major: the box that `parallelkit.weights.layout.region` says. Where the
+    layout is None, rank 0 hands the whole out. A rank is asked only for what it hands out
+    (`parallelkit.weights.layout.serves`).
     """
 
     def join(self, group: ProcessGroup | None) -> None:
@@ -287,35 +296,6 @@ class ShardedSource(WeightSource, Protocol):
 
         Raises:
             ManifestError: on some rank the model is not what the manifest says; on all ranks.
-        """
-
-    def gather(self, buffers: Sequence[memoryview], *, seconds: float, check: bool) -> None:
-        """Fill the writable host buffer of each unique tensor with the whole. Rank 0 only.
-
-        Args:
-            seconds: for everything; each wait within is bounded by it.
-            check: compare hashes taken where bytes come from with hashes taken here.
-
-        Raises:
-            PeerLostError, UpdateTimeoutError: a rank is gone or too slow; the group is broken.
-            CorruptionError, WeightTransferError: bytes came changed, or could not be read.
-        """
-
-    def serve(self, seconds: float) -> None:
-        """Hand out what rank 0 asks for, until its `dismiss`. Ranks other than 0.
-
-        Args:
-            seconds: how long rank 0 may be silent.
-
-        Raises:
-            PeerLostError, UpdateTimeoutError: rank 0, or a rank it names, is gone or too slow.
-        """
-
-    def dismiss(self) -> bool:
-        """Let the others leave `serve`. Rank 0, once in every update, however it went.
-
-        Returns:
-            Whether the group still works; if not, the others were told why.
         """
 
 
@@ -371,24 +351,39 @@ class WeightSink(Protocol):
 
 
 @runtime_checkable
-class PublisherTransport(Protocol):
-    """The publisher's end of a transport: an arena laid out by the plan, and its epoch.
+class RegionSink(WeightSink, Protocol):
+    """A target that keeps a part of the tensors: its shards, its pipeline stage.
 
-    The arena is memory of the host for now: `buffer` is written by the source, one span for each
-    unique tensor. The epoch is a counter that a late reader checks before and after it reads.
+    `needs` still describes whole tensors, by their global shapes, so that the manifest can be
+    compared. `destination`, `write` and `host_bytes` are of the kept region, row-major.
+    """
+
+    def regions(self) -> Sequence[Region | None]:
+        """What is kept of each unique tensor of `needs`, in global coordinates; None: nothing.
+
+        Asked once, when the target joins. What is kept of a tensor stays the same.
+        """
+
+
+@runtime_checkable
+class PublisherTransport(Protocol):
+    """One publisher rank's end of a transport: an arena of what it hands out, and its epoch.
+
+    The arena is memory of the host: `buffer` is laid out by `parallelkit.weights.plan.export`.
+    The epoch is a counter that a late reader checks before and after it reads.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def buffer(self) -> memoryview:
-        """The writable arena, of the plan's `nbytes`."""
+        """The writable arena, of the `nbytes` that the spec said."""
 
     @property
     def epoch(self) -> int: ...
 
     def offer(self) -> bytes:
-        """What a subscriber needs to connect; sent over the control channel to one session."""
+        """How to reach this rank's arena; no secret is in it. Sent over the control channel."""
 
     def bump(self) -> int:
         """Advance the epoch: whatever was read before is void. Returns the new epoch."""
@@ -398,18 +393,38 @@ class PublisherTransport(Protocol):
 
 @runtime_checkable
 class SubscriberTransport(Protocol):
-    """The subscriber's end of a transport."""
+    """A member's end of a transport, to one publisher rank."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def buffer(self) -> memoryview | None:
-        """The publisher's arena as readable memory, or None where it has to be pulled."""
+    def memory(self) -> memoryview | None:
+        """The publisher rank's arena as readable memory, or None where it has to be pulled."""
 
-    @property
-    def epoch(self) -> int:
-        """The publisher's epoch now."""
+    def pull(
+        self, spans: Sequence[Span], into: Sequence[Bytes], *, epoch: int, deadline: float
+    ) -> None:
+        """Fill each contiguous `into` with the packed bytes of a span of the arena.
+
+        Args:
+            spans: what to read; `into`: as many writable uint8 arrays of the spans' sizes.
+            epoch: the publisher's, checked before the first byte and after the last.
+            deadline: monotonic seconds.
+
+        Raises:
+            TransportError: the publisher's epoch is another, or it refused.
+            ProtocolError: a span reaches outside the arena.
+            PeerLostError: the publisher's rank is gone.
+            UpdateTimeoutError: the deadline passed.
+        """
+
+    def epoch(self, *, deadline: float) -> int:
+        """The publisher's epoch now; it may take a round trip.
+
+        Raises:
+            PeerLostError, UpdateTimeoutError: the publisher's rank is gone, or silent.
+        """
 
     def close(self) -> None: ...
 

@@ -257,12 +257,15 @@ class TransportRequest:
         publisher, subscriber: identities of both ends; subscriber None while only listing.
         device: device type of the weights, `"cpu"` or `"cuda"`, ...
         requested: a transport's name, or `"auto"`.
+        host: address of the interface that the publisher's control channel listens on, IPv6 in
+            brackets; loopback reaches processes of the same host (and network) only.
     """
 
     publisher: HostIdentity
     subscriber: HostIdentity | None = None
     device: str = "cpu"
     requested: str = "auto"
+    host: str = "127.0.0.1"
 
 
 @attrs.frozen(kw_only=True)
@@ -284,13 +287,19 @@ class TransportCandidate:
 
 @attrs.frozen(kw_only=True)
 class TransportSpec:
-    """A publisher's transport to be opened.
+    """One publisher rank's end of a transport, to be opened.
 
     Attributes:
         name: the transport chosen.
         manifest: what will be moved.
-        nbytes: bytes of the arena that the plan lays out.
+        nbytes: bytes of this rank's arena.
         run_id: 16 bytes that name this publisher's life.
+        rank: the publisher's rank that opens it.
+        secret: 32 bytes that the publisher's ranks share and no subscriber sees; passes for
+            connecting are made from it (`parallelkit.weights.passes`).
+        host: address of the interface to listen on, where the transport listens at all.
+        memory: an arena to serve from, which another transport of this rank has made; None to
+            make one.
         options: transport-specific options.
     """
 
@@ -298,6 +307,10 @@ class TransportSpec:
     manifest: Manifest
     nbytes: int
     run_id: bytes
+    rank: int = 0
+    secret: bytes = attrs.field(default=b"", repr=False)
+    host: str = "127.0.0.1"
+    memory: memoryview | None = attrs.field(default=None, repr=False)
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
 
