@@ -153,9 +153,9 @@ def parallelkit_weight_source(model: Any) -> WeightSource | None:
 def parallelkit_weight_sink(target: Any) -> WeightSink | None:
     if not _is_module(target):
         return None
-    from parallelkit_torch.weights import ModuleSink
+    from parallelkit_torch.sharded_target import weight_sink
 
-    return ModuleSink(target)
+    return weight_sink(target)
 
 
 @hookimpl

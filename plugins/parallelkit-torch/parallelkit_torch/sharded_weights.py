@@ -1,8 +1,7 @@
 """Weights of a module of which every rank holds a part: `fully_shard`, tensor parallel, pipelines.
 
 Each rank describes what it holds; together they make one manifest with the layout of every tensor
-(`parallelkit.weights.assembly`), without moving one. For whole tensors rank 0 pulls the parts that
-it lacks into the transport's arena (`parallelkit_torch.parcel_stream`), while the others serve.
+(`parallelkit.weights.assembly`), without moving one. Each rank hands out the parts that it holds.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from parallelkit.protocols import ProcessGroup, WeightSource
 from parallelkit.weights.assembly import Entry, Roster, assemble
 from parallelkit.weights.layout import region
 from parallelkit.weights.manifest import Manifest
-from parallelkit.weights.parcels import Part
-from parallelkit_torch import pull, sharding, tensors
+from parallelkit_torch import sharding, tensors
 from parallelkit_torch.meeting import exchange, together
-from parallelkit_torch.names import slots
-from parallelkit_torch.parcel_stream import ParcelStream
 from parallelkit_torch.weights import ModuleSource
 
 _KEEP: Final = (
@@ -53,12 +49,12 @@ class ShardedModuleSource:
         """Take the module; `join` looks at it, with all ranks."""
         self._module = module
         self._group: ProcessGroup | None = None
-        self._stream: ParcelStream | None = None
         self._rank = 0
         self._spreads = sharding.Spreads([0], 0)
         self._roster = Roster(entries=())
         self._manifest: Manifest | None = None
         self._parts: dict[int, torch.Tensor] = {}
+        self._views = tensors.LiveViews()
 
     @property
     def device(self) -> str:
@@ -85,14 +81,11 @@ class ShardedModuleSource:
         self._rank = group.rank if group is not None else 0
         known = dist.get_process_group_ranks(group.native) if group is not None else [0]
         self._spreads = sharding.Spreads(known, self._rank)
-        wire = getattr(self._group, "wire", None)  # of a group of ours, whoever holds it
-        line = pull.Line(wire) if wire is not None else None
         with together(self._group):
             self._roster = self._describe()
         with together(self._group):
             self._manifest = assemble(*exchange(self._group, self._roster))
             self._find_parts()
-        self._stream = ParcelStream(self._manifest, self._rank, line, self._live)
 
     def manifest(self) -> Manifest:
         """That of the whole model, the same on every rank; after `join`."""
@@ -119,17 +112,21 @@ class ShardedModuleSource:
         """Nothing: every rank has called `look`."""
 
     def host_bytes(self, index: int) -> memoryview:
-        """A tensor's bytes, where this rank has all of them.
+        """This rank's part of unique tensor `index`, row-major; valid until the next call.
+
+        The live memory where the part is contiguous on the CPU, else a copy.
 
         Raises:
-            UnsupportedFeatureError: it is divided, or on other ranks.
+            StateError: this rank has no part of it.
         """
-        spec = self.manifest().unique[index]
-        if spec.layout is not None:
-            raise UnsupportedFeatureError(
-                f"tensor {spec.name!r} is spread over ranks ({spec.layout}); rank 0 gathers it"
+        part = self._parts.get(index)
+        if part is None:
+            raise StateError(
+                f"tensor {self.manifest().unique[index].name!r} is not on rank {self._rank}; "
+                f"this rank has {len(self._parts)} of {len(self.manifest().unique)} tensors"
             )
-        return tensors.as_bytes(self._parts[index])
+        view = self._views.of(index, part)
+        return tensors.as_bytes(part) if view is None else view
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         """Refuse: parts cannot live where whole tensors do.
@@ -141,53 +138,22 @@ class ShardedModuleSource:
         which = f" ({spread[0].name!r}: {spread[0].layout})" if spread else ""
         raise UnsupportedFeatureError(
             f"aliased=True with a model that is spread over ranks{which}: its parts cannot live "
-            "in a segment of whole tensors; publish without aliased"
+            "in the segment for now; publish without aliased"
         )
-
-    # --- the stream
-
-    def gather(self, buffers: Sequence[memoryview], *, seconds: float, check: bool) -> None:
-        """Fill each buffer with the whole unique tensor of its index. Rank 0; others `serve`.
-
-        Args and Raises: as `parcel_stream.ParcelStream.gather`.
-        """
-        self._opened().gather(buffers, seconds=seconds, check=check)
-
-    def serve(self, seconds: float) -> None:
-        """Hand out what rank 0 asks for, until it says that it has ended. Ranks other than 0.
-
-        Args and Raises: as `parcel_stream.ParcelStream.serve`.
-        """
-        self._opened().serve(seconds)
-
-    def dismiss(self) -> bool:
-        """Let the others leave `serve`. Rank 0, at the end of an update, however it went.
-
-        Returns:
-            Whether the group still works; if not, the others are told why.
-        """
-        return self._opened().dismiss()
-
-    def _opened(self) -> ParcelStream:
-        if self._stream is None:
-            raise StateError("a sharded model was not joined by its ranks; call join() first")
-        return self._stream
 
     # --- inner parts
 
     def _walk(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """Stage, name and tensor of everything here, each name once."""
         seen: set[str] = set()
-        stages = sharding.stages(self._module)
-        for stage, module in stages if stages is not None else [(0, self._module)]:
-            sharding.reshard(module)
-            for slot in slots(module):
-                if slot.name not in seen:
-                    seen.add(slot.name)
-                    yield stage, slot.name, slot.tensor
+        for stage, slot in sharding.held(self._module):
+            if slot.name not in seen:
+                seen.add(slot.name)
+                yield stage, slot.name, slot.tensor
 
     def _describe(self) -> Roster:
         """What this rank holds, as it is now."""
+        sharding.reshard(self._module)
         entries: list[Entry] = []
         owners: dict[object, str] = {}
         for stage, name, tensor in self._walk():
@@ -239,14 +205,6 @@ class ShardedModuleSource:
                     f"on rank {self._rank}, where {spec.layout} gives {list(box.sizes)}: parts "
                     "are chunks of the rounded-up size, in order"
                 )
-
-    def _live(self, part: Part) -> torch.Tensor:
-        """The live tensor of a part, checked to have its bytes."""
-        tensor = self._parts[part.tensor]
-        if tensor.numel() * tensor.element_size() != part.nbytes:
-            name = self.manifest().unique[part.tensor].name
-            raise ManifestError(f"the part of {name!r} on rank {self._rank} changed; {_KEEP}")
-        return tensor
 
 
 def _difference(was: Roster, now: Roster) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from parallelkit.errors import UnsupportedFeatureError
 from parallelkit.weights.assembly import Digit
+from parallelkit.weights.layout import Mesh, Region, ShardLayout, region
 from parallelkit_torch import names
 
 
@@ -84,6 +85,47 @@ def reshard(module: nn.Module) -> None:
                 unit.reshard()
 
 
+def held(module: nn.Module) -> Iterator[tuple[int, names.Slot]]:
+    """Stage and slot of everything that is here, stage by stage.
+
+    A name that is in two stages of this rank comes twice.
+    """
+    staged = stages(module)
+    for stage, part in staged if staged is not None else [(0, module)]:
+        for slot in names.slots(part):
+            yield stage, slot
+
+
+class Boxes:
+    """Which box of its global tensor a rank's part is, by the tensor's own mesh alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Region | None] = {}
+
+    def of(self, name: str, tensor: torch.Tensor) -> Region | None:
+        """The box, which may be empty; None where this rank is not on the tensor's mesh.
+
+        Raises:
+            UnsupportedFeatureError: by name: partial sums, a placement that is no division into
+                intervals, or a part of another size than the placement says.
+        """
+        shape = tuple(tensor.shape)
+        if not is_distributed(tensor):
+            return Region((0,) * len(shape), shape)
+        mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+        key = (mesh, tuple(placements), shape)
+        if key not in self._known:
+            self._known[key] = _box(name, mesh, placements, shape)
+        box, part = self._known[key], tuple(local_part(tensor).shape)
+        if box is not None and box.sizes != part and (box.elements or 0 not in part):
+            raise UnsupportedFeatureError(
+                f"tensor {name!r} {list(shape)} has a part of shape {list(part)} here, where "
+                f"{placements} gives {list(box.sizes)}: parts are chunks of the rounded-up size, "
+                "in order"
+            )
+        return box
+
+
 class Spreads:
     """Reads how tensors lie over the ranks of one group."""
 
@@ -143,6 +185,19 @@ class Spreads:
                 "from one over all ranks in their order"
             )
         return tuple(digits), self._rank in ranks
+
+
+def _box(name: str, mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> Region | None:
+    """The box of a tensor that lies on this rank's place of a mesh."""
+    place = mesh.get_coordinate()
+    if place is None:
+        return None
+    degrees = [int(degree) for degree in mesh.shape]
+    order = _order(name, placements, degrees)
+    axes = Mesh([f"axis{axis}" for axis in range(len(degrees))], degrees)
+    layout = ShardLayout([(axes.axes[axis], dim) for axis, dim in order])
+    number = sum(int(at) * axes.stride(axis) for at, axis in zip(place, axes.axes, strict=True))
+    return region(layout, axes, shape, number)
 
 
 def _order(name: str, placements: Sequence[Any], degrees: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +76,31 @@ def live_bytes(tensor: torch.Tensor) -> memoryview | None:
     return _view(flat) if flat.data_ptr() == tensor.data_ptr() else None
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Row-major bytes on the tensor's own device: its own memory if it is contiguous."""
-    return _plain(tensor.detach()).view(torch.uint8)
+class LiveViews:
+    """The bytes of live tensors by index, as `live_bytes`; kept while their memory is the same.
+
+    A view keeps its memory alive, so an address that is equal is the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, tuple[int, ...], memoryview]] = {}
+
+    def of(self, index: int, tensor: torch.Tensor) -> memoryview | None:
+        """The tensor's own memory as row-major bytes; None where only a copy would have them."""
+        if tensor.is_conj() or tensor.is_neg():
+            return live_bytes(tensor)
+        where = tensor.data_ptr()
+        kept = self._kept.get(index)
+        if kept is not None and kept[0] == where and kept[1] == tensor.stride():
+            return kept[2]
+        view = live_bytes(tensor)
+        if view is not None and where:
+            self._kept[index] = (where, tensor.stride(), view)
+        return view
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._kept.clear()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +114,38 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _view(flat: torch.Tensor) -> memoryview:
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def fill(name: str, tensor: torch.Tensor, data: memoryview) -> None:
+    """Write row-major bytes into a live tensor, wherever it is, by way of a copy.
+
+    Raises:
+        ManifestError: these are not as many bytes as the tensor has.
+    """
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+    into = as_bytes(staged)
+    if data.nbytes != into.nbytes:
+        raise ManifestError(f"tensor {name!r} has {into.nbytes} bytes, {data.nbytes} were given")
+    into[:] = data.cast("B")
+    with torch.no_grad():
+        tensor.detach().copy_(staged)
+
+
+def refuse_overlaps(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise `ManifestError` if writing one element of a target would change another."""
+    for name, tensor in named:
+        if self_overlapping(tensor):
+            raise ManifestError(
+                f"tensor {name!r} of the target has shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}: its elements share memory, so it cannot be "
+                "written; make it contiguous first"
+            )
+    pair = overlap(named)
+    if pair:
+        raise ManifestError(
+            f"tensors {pair[0]!r} and {pair[1]!r} of the target share memory without being "
+            "the same: writing one would change the other; give each memory of its own"
+        )
 
 
 def self_overlapping(tensor: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ class _ModuleWeights:
         self._manifest, places = describe([_found(slot) for slot in held])
         self._groups = [[held[place] for place in group] for group in places]
         self._unique = self._manifest.unique
-        self._views: dict[int, tuple[int, tuple[int, ...], memoryview]] = {}
+        self._views = tensors.LiveViews()
 
     @property
     def device(self) -> str:
@@ -48,24 +48,8 @@ class _ModuleWeights:
         GPU that is one blocking copy to the host.
         """
         tensor = self._tensor(index)
-        view = self._live_view(index, tensor)
+        view = self._views.of(index, tensor)
         return tensors.as_bytes(tensor) if view is None else view
-
-    def _live_view(self, index: int, tensor: torch.Tensor) -> memoryview | None:
-        """The tensor's own bytes, as `tensors.live_bytes`; kept while its memory is the same.
-
-        A view keeps its memory alive, so an address that is equal is the same memory.
-        """
-        if tensor.is_conj() or tensor.is_neg():
-            return tensors.live_bytes(tensor)
-        where = tensor.data_ptr()
-        kept = self._views.get(index)
-        if kept is not None and kept[0] == where and kept[1] == tensor.stride():
-            return kept[2]
-        view = tensors.live_bytes(tensor)
-        if view is not None and where:
-            self._views[index] = (where, tensor.stride(), view)
-        return view
 
     def _tensor(self, index: int) -> torch.Tensor:
         """The live tensor, checked to be what the manifest says."""
@@ -222,7 +206,8 @@ class ModuleSink(_ModuleWeights):
         live = [self._groups[index][0].tensor for index in range(len(self._groups))]
         identities = [tensors.identity(tensor) for tensor in live]
         if identities != self._writable:  # same memory, same layout: same answer
-            self._refuse_overlaps(live)
+            names = [spec.name for spec in self._unique]
+            tensors.refuse_overlaps(list(zip(names, live, strict=True)))
             self._writable = identities
 
     def begin(self) -> None:
@@ -233,21 +218,11 @@ class ModuleSink(_ModuleWeights):
     def destination(self, index: int) -> memoryview | None:
         """Return the live bytes of tensor `index`; None if they are no row-major bytes here."""
         self._check_open("destination")
-        return self._live_view(index, self._tensor(index))
+        return self._views.of(index, self._tensor(index))
 
     def write(self, index: int, data: memoryview) -> None:
         self._check_open("write")
-        tensor = self._tensor(index)
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype)
-        into = tensors.as_bytes(staged)
-        if data.nbytes != into.nbytes:
-            raise ManifestError(
-                f"tensor {self._unique[index].name!r} has {into.nbytes} bytes, "
-                f"{data.nbytes} were given"
-            )
-        into[:] = data.cast("B")
-        with torch.no_grad():
-            tensor.detach().copy_(staged)
+        tensors.fill(self._unique[index].name, self._tensor(index), data)
 
     def finish(self) -> None:
         """Tell autograd that every tensor changed: a graph recorded before is void."""
@@ -255,22 +230,6 @@ class ModuleSink(_ModuleWeights):
         self._open = False
         changed = [t for t in self._all_tensors() if not t.is_inference()]
         torch.autograd.graph.increment_version(changed)
-
-    def _refuse_overlaps(self, live: Sequence[torch.Tensor]) -> None:
-        """Raise if writing one element would change another."""
-        for spec, tensor in zip(self._unique, live, strict=True):
-            if tensors.self_overlapping(tensor):
-                raise ManifestError(
-                    f"tensor {spec.name!r} of the target has shape {list(spec.shape)} and strides "
-                    f"{list(tensor.stride())}: its elements share memory, so it cannot be "
-                    "written; make it contiguous first"
-                )
-        pair = tensors.overlap(zip((spec.name for spec in self._unique), live, strict=True))
-        if pair:
-            raise ManifestError(
-                f"tensors {pair[0]!r} and {pair[1]!r} of the target share memory without being "
-                "the same: writing one would change the other; give each memory of its own"
-            )
 
     def _check_open(self, what: str) -> None:
         if not self._open:
