@@ -10,14 +10,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from parallelkit.plan import ParallelPlan
     from parallelkit.weights.layout import Region
     from parallelkit.weights.manifest import Manifest
-    from parallelkit.weights.plan import Span
-
-    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+    from parallelkit.weights.regions import Bytes, Span
 
 Tensor = Any
 Plain = None | bool | int | float | str | bytes | list["Plain"] | dict[str, "Plain"]

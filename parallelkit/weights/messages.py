@@ -23,9 +23,9 @@ from parallelkit.specs import HostIdentity
 from parallelkit.weights.layout import MAX_AXES, Mesh, ShardLayout
 from parallelkit.weights.manifest import Manifest, TensorSpec
 
-PROTOCOL = 2
-#: Largest frame that a publisher accepts (digests of a petabyte), and that a subscriber accepts
-#: (a manifest of a million names).
+PROTOCOL = 3
+#: Largest frame that a publisher accepts (digests of a petabyte; what a member keeps of three
+#: million tensors), and that a subscriber accepts (a manifest of a million names).
 MAX_TO_PUBLISHER = 16 << 20
 MAX_TO_SUBSCRIBER = 256 << 20
 #: Largest frame from a peer that has not shown a ticket yet.
@@ -39,8 +39,10 @@ Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
 #: The name of an axis and its degree, a dim, or a coordinate.
 Axis = tuple[Short, Count]
 Axes = Annotated[list[Axis], msgspec.Meta(max_length=MAX_AXES)]
-#: Name, dtype, shape, the name it is an alias of, and which of the layouts it has.
-Row = tuple[str, str, list[int], str | None, Count | None]
+#: Name, dtype, shape, the name it is an alias of, which of the layouts it has, its fusion group.
+Row = tuple[str, str, list[int], str | None, Count | None, str | None]
+#: Offsets and sizes of a region.
+Box = tuple[list[Count], list[Count]]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
@@ -63,6 +65,26 @@ class Hello(_Message, frozen=True, tag="hello"):
     library: Short
 
 
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of the publisher that hands parts out, and how this member reaches it.
+
+    `nbytes` are those of its export, which its arena holds `Welcome.slots` times; `key` is a pass.
+    """
+
+    rank: Count
+    nbytes: Count
+    transport: Short
+    offer: bytes
+    key: bytes
+
+
+class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a member keeps: the different regions, and for each unique tensor which, or None."""
+
+    regions: list[Box]
+    which: list[Count | None]
+
+
 class Welcome(_Message, frozen=True, tag="welcome"):
     """P to S: you are in; this is what there is."""
 
@@ -73,18 +95,23 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     mesh: Axes
     layouts: list[tuple[Axes, Axes]]
     tensors: list[Row]
-    plan_digest: Key
-    transport: Short
-    offer: bytes
+    manifest_digest: Key
+    sources: list[Source]
+    slots: Annotated[int, msgspec.Meta(ge=1, le=2)]
     verify: Short
+    commit: Short
     timeout: Seconds
 
 
 class Opened(_Message, frozen=True, tag="opened"):
-    """S to P: the target needs exactly this, the plans agree, the transport is connected."""
+    """S to P: the target needs exactly this manifest and keeps this, the transports are connected.
+
+    `kept` None: all of every tensor.
+    """
 
     session: Key
     plan_digest: Key
+    kept: Kept | None
 
 
 class Joined(_Message, frozen=True, tag="joined"):
@@ -101,10 +128,11 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Begin(_Message, frozen=True, tag="begin"):
-    """P to S: an update starts."""
+    """P to S: an update starts. `slot`: in which part of the arenas its bytes will be."""
 
     version: Count
     epoch: Count
+    slot: Annotated[int, msgspec.Meta(ge=0, le=1)]
     timeout: Seconds
 
 
@@ -124,7 +152,10 @@ class Transfer(_Message, frozen=True, tag="transfer"):
 
 
 class Prepared(_Message, frozen=True, tag="prepared"):
-    """S to P: I hold the bytes, these are their digests (8 bytes a block, little endian)."""
+    """S to P: I hold the bytes, these are their digests (8 bytes a bucket, little endian).
+
+    To be committed in place: nothing was fetched, I am ready to, and there are no digests.
+    """
 
     session: Key
     version: Count
@@ -134,14 +165,18 @@ class Prepared(_Message, frozen=True, tag="prepared"):
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """P to S: decided. Put the bytes in place."""
+    """P to S: decided. Put the bytes in place; `digests` are the source's where that fetches."""
 
     version: Count
     epoch: Count
+    digests: bytes
 
 
 class Committed(_Message, frozen=True, tag="committed"):
-    """S to P: in place. `pause` is how long live memory was being written, in seconds."""
+    """S to P: in place. `pause` is how long live memory was being written, in seconds.
+
+    `repeated`: buckets that had to be fetched a second time, in place.
+    """
 
     session: Key
     version: Count
@@ -149,6 +184,7 @@ class Committed(_Message, frozen=True, tag="committed"):
     readback: bytes
     pause: Seconds
     staged: bool
+    repeated: Count
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -281,7 +317,7 @@ def manifest_fields(manifest: Manifest) -> dict[str, Any]:
         "mesh": [] if mesh is None else list(zip(mesh.axes, mesh.degrees, strict=True)),
         "layouts": [(list(layout.shards), list(layout.at)) for layout in numbers if layout],
         "tensors": [
-            (t.name, t.dtype, list(t.shape), t.alias_of, numbers[t.layout])
+            (t.name, t.dtype, list(t.shape), t.alias_of, numbers[t.layout], t.fusion)
             for t in manifest.tensors
         ],
     }
@@ -307,8 +343,9 @@ def manifest_of(message: Welcome) -> Manifest:
                     shape=tuple(shape),
                     alias_of=alias,
                     layout=None if number is None else layouts[number],
+                    fusion=fusion,
                 )
-                for name, dtype, shape, alias, number in rows
+                for name, dtype, shape, alias, number, fusion in rows
             ),
             mesh,
         )
