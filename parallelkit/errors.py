@@ -233,6 +233,10 @@ class ManifestMismatchError(WeightTransferError):
         self.differences = tuple(differences)
 
 
+class NeedsError(WeightTransferError):
+    """What a member says it keeps cannot be regions of the published tensors."""
+
+
 class TicketError(WeightTransferError):
     """A ticket is malformed, altered, expired, or used already."""
 

@@ -228,6 +228,53 @@ def owners(
             yield _rank_at(layout, mesh, place), box
 
 
+def overlaps(
+    layout: ShardLayout | None, mesh: Mesh | None, shape: Sequence[int], box: Region
+) -> Iterator[tuple[int, Region]]:
+    """Who serves which part of a box: what `owners` says, cut to the box.
+
+    Linear in the parts that meet the box, however many others there are.
+
+    Example:
+        >>> mesh = Mesh(("tensor",), (1024,))
+        >>> list(overlaps(ShardLayout((("tensor", 0),)), mesh, (4096,), Region((6,), (4,))))
+        [(1, Region(offsets=(6,), sizes=(2,))), (2, Region(offsets=(8,), sizes=(2,)))]
+    """
+    if box.elements == 0:
+        return
+    if layout is None or mesh is None:
+        yield 0, box
+        return
+    base = sum(coordinate * mesh.stride(axis) for axis, coordinate in layout.at)
+    cuts = []
+    for dim, (low, size) in enumerate(zip(*box, strict=True)):
+        axes = [axis for axis, divided in layout.shards if divided == dim]
+        cuts.append(list(_cut(mesh, axes, (0, shape[dim]), (low, low + size))))
+    for place in itertools.product(*cuts):
+        lows = tuple(low for _, low, _ in place)
+        sizes = tuple(high - low for _, low, high in place)
+        yield base + sum(step for step, _, _ in place), Region(lows, sizes)
+
+
+def _cut(
+    mesh: Mesh, axes: Sequence[str], chunk: tuple[int, int], wanted: tuple[int, int]
+) -> Iterator[tuple[int, int, int]]:
+    """Divide a chunk of one dim by axes, in order, as far as `wanted` (not empty) meets it.
+
+    Yields what each part adds to the rank, and where it begins and ends.
+    """
+    low, high = max(chunk[0], wanted[0]), min(chunk[1], wanted[1])
+    if not axes:
+        yield 0, low, high
+        return
+    size, stride = -(-(chunk[1] - chunk[0]) // mesh.degree(axes[0])), mesh.stride(axes[0])
+    for coordinate in range((low - chunk[0]) // size, (high - 1 - chunk[0]) // size + 1):
+        start = chunk[0] + coordinate * size
+        part = (start, min(start + size, chunk[1]))
+        for step, first, last in _cut(mesh, axes[1:], part, wanted):
+            yield coordinate * stride + step, first, last
+
+
 def summary(layouts: Iterable[ShardLayout | None], mesh: Mesh | None) -> str:
     """Count layouts, for people.
 

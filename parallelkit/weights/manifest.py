@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 
@@ -46,6 +47,26 @@ def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _is_name(value: object) -> bool:
+    # A lone surrogate has no UTF-8 form and is dropped here; the name could not be sent.
+    encoded = value.encode(errors="ignore") if isinstance(value, str) else b""
+    return 0 < len(encoded) <= MAX_NAME_BYTES and encoded.decode() == value
+
+
+class Kind(NamedTuple):
+    """What decides where a tensor's bytes lie; all tensors of one kind are treated alike."""
+
+    layout: ShardLayout | None
+    shape: tuple[int, ...]
+    dtype: str
+    fused: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.dtype]
+
+
 @attrs.frozen(kw_only=True)
 class TensorSpec:
     """One name of one tensor.
@@ -56,6 +77,7 @@ class TensorSpec:
         shape: global shape in elements; `()` for a scalar, zeros allowed.
         alias_of: name of an earlier entry that is the same tensor (a tied head), or None.
         layout: how it is spread over the publisher's ranks; None: whole on every rank.
+        fusion: a group whose tensors arrive together, since a target fuses them; None: alone.
     """
 
     name: str = attrs.field()
@@ -63,15 +85,22 @@ class TensorSpec:
     shape: tuple[int, ...] = attrs.field(converter=_tuple)
     alias_of: str | None = None
     layout: ShardLayout | None = None
+    fusion: str | None = attrs.field(default=None)
 
     @name.validator
     def _named(self, attribute: object, value: str) -> None:
-        # A lone surrogate has no UTF-8 form and is dropped here; the name could not be sent.
-        encoded = value.encode(errors="ignore") if isinstance(value, str) else b""
-        if not 0 < len(encoded) <= MAX_NAME_BYTES or encoded.decode() != value:
+        if not _is_name(value):
             raise ManifestError(
                 f"tensor name {value!r:.80} is not a non-empty string of at most "
                 f"{MAX_NAME_BYTES} bytes"
+            )
+
+    @fusion.validator
+    def _grouped(self, attribute: object, value: str | None) -> None:
+        if value is not None and not _is_name(value):
+            raise ManifestError(
+                f"tensor {self.name!r} has fusion group {value!r:.80}, which is not a non-empty "
+                f"string of at most {MAX_NAME_BYTES} bytes"
             )
 
     @dtype.validator
@@ -142,6 +171,11 @@ class Manifest:
                     f"tensor {tensor.name!r} is an alias of {target.name!r}, and their layouts "
                     f"differ ({tensor.layout}; {target.layout})"
                 )
+            if target.fusion != tensor.fusion:
+                raise ManifestError(
+                    f"tensor {tensor.name!r} is an alias of {target.name!r}, and their fusion "
+                    f"groups differ ({tensor.fusion!r}; {target.fusion!r})"
+                )
 
     @mesh.validator
     def _laid_out(self, attribute: object, value: Mesh | None) -> None:
@@ -170,14 +204,34 @@ class Manifest:
         """Bytes to move: each alias group once."""
         return sum(t.nbytes for t in self.unique)
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[Kind, ...], array[int]]:
+        """The kinds of unique tensors by first use, and for each unique tensor which it is."""
+        numbers: dict[Kind, int] = {}
+        # By identity first: to hash a layout by value for each tensor takes most of the time.
+        seen: dict[tuple[int, tuple[int, ...], str, bool], int] = {}
+        which = array("i")
+        for t in self.unique:
+            key = (id(t.layout), t.shape, t.dtype, t.fusion is not None)
+            number = seen.get(key)
+            if number is None:
+                kind = Kind(t.layout, *key[1:])
+                number = seen[key] = numbers.setdefault(kind, len(numbers))
+            which.append(number)
+        return tuple(numbers), which
+
     def digest(self) -> bytes:
-        """A 16-byte fingerprint of names, dtypes, shapes, aliases, layouts and their order."""
+        """A 16-byte fingerprint of all fields of all tensors, their order, and the mesh."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         h = hashlib.blake2b(digest_size=16)
         if self.mesh is not None:
             h.update(repr((self.mesh.axes, self.mesh.degrees)).encode())
         for t in self.tensors:
             where = () if t.layout is None else (t.layout.shards, t.layout.at)
-            h.update(repr((t.name, t.dtype, t.shape, t.alias_of, *where)).encode())
+            h.update(repr((t.name, t.dtype, t.shape, t.alias_of, t.fusion, *where)).encode())
         return h.digest()
 
 
