@@ -33,6 +33,7 @@ ROWS = {
     "mindspore_step": {"mode", "size", "arm", "ms a step", "ratio", "ratio low", "of eager"},
     "mindspore_weights": {"size", "kind", "tensors", "nbytes", "verify", "update ms", "of memcpy"}
     | {"times broadcast", "phases ms"},
+    "transfer_plan": {"case", "tensors", "ranks", "plans", "pieces", "buckets", "s", "low s"},
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -21,7 +21,7 @@ from parallelkit.errors import ManifestError
 from parallelkit.weights.exports import ALIGNMENT, export, handed_out
 from parallelkit.weights.layout import Region, overlaps
 from parallelkit.weights.manifest import Kind, Manifest
-from parallelkit.weights.needs import Needs
+from parallelkit.weights.needs import Needs, Numbers
 from parallelkit.weights.regions import Span, distances, intersection, span_along
 
 #: Bytes that share a digest and a request, at most.
@@ -85,16 +85,16 @@ class TransferPlan:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The publisher ranks that bytes come from, ascending."""
-        return tuple(sorted({rank for shares in self._shares for rank in shares}))
+        return tuple(sorted(self._shares))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes that move: those that are needed from the planned ranks, each once."""
-        counts = np.bincount(self._classes, minlength=len(self._shares)).tolist()
-        each = [sum(box.elements for box in shares.values()) for shares in self._shares]
+        counts = np.bincount(self._classes, minlength=len(self._pairs)).tolist()
         return sum(
-            count * elements * kind.itemsize
-            for count, elements, (kind, _) in zip(counts, each, self._pairs, strict=True)
+            counts[number] * box.elements * self._pairs[number][0].itemsize
+            for shares in self._shares.values()
+            for number, box in shares.items()
         )
 
     @cached_property
@@ -108,7 +108,20 @@ class TransferPlan:
         Pieces follow the manifest, except that tensors of a fusion group come together, where the
         first of them is.
         """
-        return tuple(_packed(self._groups(rank), rank, self.bucket_bytes))
+        cuts: list[list[_Cut]] = [[] for _ in self._pairs]
+        for number, box in self._shares.get(rank, {}).items():
+            cuts[number] = self._cuts(number, rank, box)
+        tensors = self._order[np.array([bool(c) for c in cuts], bool)[self._classes[self._order]]]
+        offsets = export(self.manifest, rank, alignment=self.alignment).offsets[tensors].tolist()
+        rows = list(zip(tensors.tolist(), self._classes[tensors].tolist(), offsets, strict=True))
+        pieces = [
+            Piece(tensor, rank, Span(base + first, run, steps), target)
+            for tensor, number, base in rows
+            for (first, run, steps), target, _ in cuts[number]
+        ]
+        sizes = [nbytes for _, number, _ in rows for _, _, nbytes in cuts[number]]
+        ends = self._units(rows, cuts) if self._fused else range(1, len(pieces) + 1)
+        return tuple(_packed(pieces, sizes, ends, self.bucket_bytes))
 
     def names_in(self, bucket: Bucket) -> list[str]:
         """Names of the tensors that have bytes in a bucket, each once."""
@@ -136,59 +149,71 @@ class TransferPlan:
         return [(kinds[kind], regions[n] if n >= 0 else None) for _, kind, n in pairs]
 
     @cached_property
-    def _classes(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _classes(self) -> Numbers:
         return self.needs.classes(self.manifest)
 
     @cached_property
-    def _shares(self) -> list[dict[int, Region]]:
-        """For each class, which planned rank hands out which box that is kept."""
-        return [self._share(kind, kept) for kind, kept in self._pairs]
-
-    def _share(self, kind: Kind, kept: Region | None) -> dict[int, Region]:
-        if kept is None:
-            return {}
-        if self.only is None:
-            return dict(overlaps(kind.layout, self.manifest.mesh, kind.shape, kept))
-        shares = {}
-        for rank in self.only:
-            part = handed_out(self.manifest, kind, rank)
-            common = None if part is None else intersection(part, kept)
-            if common is not None:
-                shares[rank] = common
+    def _shares(self) -> dict[int, dict[int, Region]]:
+        """By planned rank, what it hands out and the member keeps of a tensor of each class."""
+        shares: dict[int, dict[int, Region]] = {}
+        for number, (kind, kept) in enumerate(self._pairs):
+            for rank, box in self._meeting(kind, kept):
+                shares.setdefault(rank, {})[number] = box
         return shares
 
-    def _groups(self, rank: int) -> Iterator[list[tuple[Piece, int]]]:
-        """Pieces of a rank with their bytes; those that may not be parted in one list."""
-        cuts = [self._cuts(number, rank) for number in range(len(self._shares))]
-        touched = np.array([bool(c) for c in cuts], bool)[self._classes]
-        tensors = np.flatnonzero(touched)
-        offsets = export(self.manifest, rank, alignment=self.alignment).offsets[tensors].tolist()
-        classes = self._classes[tensors].tolist()
-        fused: dict[str, list[tuple[Piece, int]]] = {}
-        groups: list[list[tuple[Piece, int]]] = []
-        for tensor, number, base in zip(tensors.tolist(), classes, offsets, strict=True):
-            pieces = [
-                (Piece(tensor, rank, Span(base + s.offset, s.run, s.steps), target), nbytes)
-                for s, target, nbytes in cuts[number]
-            ]
-            fusion = self.manifest.unique[tensor].fusion
-            if fusion is None:
-                groups.extend([piece] for piece in pieces)
-            elif fusion in fused:
-                fused[fusion].extend(pieces)
-            else:
-                fused[fusion] = pieces
-                groups.append(pieces)
-        return iter(groups)
+    def _meeting(self, kind: Kind, kept: Region | None) -> Iterator[tuple[int, Region]]:
+        if kept is None:
+            return
+        if self.only is None:
+            yield from overlaps(kind.layout, self.manifest.mesh, kind.shape, kept)
+            return
+        for rank in self.only:
+            part = handed_out(self.manifest, kind, rank)
+            box = None if part is None else intersection(part, kept)
+            if box is not None:
+                yield rank, box
 
-    def _cuts(self, number: int, rank: int) -> list[_Cut]:
+    @cached_property
+    def _fused(self) -> bool:
+        return any(kind.fused for kind in self.manifest.kinds[0])
+
+    @cached_property
+    def _groups(self) -> Numbers:
+        """For each unique tensor, the first one of its fusion group; itself where it has none."""
+        groups = np.arange(len(self.needs), dtype=np.int32)
+        if self._fused:
+            first: dict[str, int] = {}
+            for i, tensor in enumerate(self.manifest.unique):
+                if tensor.fusion is not None:
+                    groups[i] = first.setdefault(tensor.fusion, i)
+        return groups
+
+    @cached_property
+    def _order(self) -> Numbers:
+        """Unique tensors in the order in which they travel."""
+        return np.argsort(self._groups, kind="stable").astype(np.int32)
+
+    def _units(self, rows: Sequence[tuple[int, int, int]], cuts: Sequence[list[_Cut]]) -> list[int]:
+        """Where each run of pieces that may not be parted ends; `rows` name tensor and class."""
+        ends, last = list[int](), -1
+        for tensor, number, _ in rows:
+            count, end = len(cuts[number]), ends[-1] if ends else 0
+            group = int(self._groups[tensor])
+            if group == last:
+                ends[-1] += count
+            elif self._pairs[number][0].fused:
+                ends.append(end + count)
+            else:
+                ends.extend(range(end + 1, end + count + 1))
+            last = group
+        return ends
+
+    def _cuts(self, number: int, rank: int, box: Region) -> list[_Cut]:
         """The pieces of any tensor of a class from one rank."""
-        box = self._shares[number].get(rank)
         kind, kept = self._pairs[number]
-        if box is None or kept is None:
-            return []
         part = handed_out(self.manifest, kind, rank)
         assert part is not None
+        assert kept is not None
         limit = None if kind.fused else self.bucket_bytes
         return list(_cut_up(box, part, kept, kind.itemsize, limit))
 
@@ -226,18 +251,19 @@ def plan_transfer(
     )
 
 
-def _packed(groups: Iterator[list[tuple[Piece, int]]], rank: int, limit: int) -> Iterator[Bucket]:
-    """Fill buckets in order, each as far as the next group fits."""
-    pending, size = list[Piece](), 0
-    for group in groups:
-        nbytes = sum(n for _, n in group)
-        if pending and size + nbytes > limit:
-            yield Bucket(rank, tuple(pending), size)
-            pending, size = [], 0
-        pending.extend(piece for piece, _ in group)
-        size += nbytes
-    if pending:
-        yield Bucket(rank, tuple(pending), size)
+def _packed(
+    pieces: Sequence[Piece], sizes: Sequence[int], ends: Iterable[int], limit: int
+) -> Iterator[Bucket]:
+    """Fill buckets in order, each as far as the next run of pieces fits; runs end at `ends`."""
+    total = [0, *itertools.accumulate(sizes)]
+    first = last = 0
+    for end in ends:
+        if total[end] - total[first] > limit and last > first:
+            yield Bucket(pieces[0].rank, tuple(pieces[first:last]), total[last] - total[first])
+            first = last
+        last = end
+    if pieces:
+        yield Bucket(pieces[0].rank, tuple(pieces[first:]), total[-1] - total[first])
 
 
 def _cut_up(
