@@ -81,7 +81,12 @@ class Export:
 
 
 def export(manifest: Manifest, rank: int, *, alignment: int = ALIGNMENT) -> Export:
-    """Lay out what a rank hands out, in the order of the manifest, each part aligned."""
+    """Lay out what a rank hands out, in the order of the manifest, each part aligned.
+
+    Raises:
+        ManifestError: the mesh has no such rank.
+    """
+    check_rank(manifest, rank)
     kinds, which = manifest.kinds
     boxes = tuple(handed_out(manifest, kind, rank) for kind in kinds)
     sizes = [_nbytes(box, kind) for box, kind in zip(boxes, kinds, strict=True)]
@@ -91,6 +96,16 @@ def export(manifest: Manifest, rank: int, *, alignment: int = ALIGNMENT) -> Expo
     return Export(
         manifest=manifest, rank=rank, nbytes=int(offsets[-1]), offsets=offsets[:-1], boxes=boxes
     )
+
+
+def check_rank(manifest: Manifest, rank: int) -> None:
+    """Raise `ManifestError` unless the publisher can have such a rank."""
+    mesh = manifest.mesh
+    if rank < 0 or (mesh is not None and rank >= mesh.size):
+        raise ManifestError(
+            f"rank {rank} is not one of the publisher's; "
+            + (f"its mesh has ranks 0 to {mesh.size - 1}" if mesh else "ranks count from 0")
+        )
 
 
 def handed_out(manifest: Manifest, kind: Kind, rank: int) -> Region | None:

@@ -226,12 +226,15 @@ class Manifest:
 
     @cached_property
     def _digest(self) -> bytes:
-        h = hashlib.blake2b(digest_size=16)
-        if self.mesh is not None:
-            h.update(repr((self.mesh.axes, self.mesh.degrees)).encode())
-        for t in self.tensors:
-            where = () if t.layout is None else (t.layout.shards, t.layout.at)
-            h.update(repr((t.name, t.dtype, t.shape, t.alias_of, t.fusion, *where)).encode())
+        kinds, which = self.kinds
+        mesh = None if self.mesh is None else (self.mesh.axes, self.mesh.degrees)
+        plain = [
+            (None if k.layout is None else (k.layout.shards, k.layout.at), k.shape, k.dtype)
+            for k in kinds
+        ]
+        names = [(t.name, t.alias_of, t.fusion) for t in self.tensors]
+        h = hashlib.blake2b(repr((mesh, plain, which.tolist())).encode(), digest_size=16)
+        h.update(repr(names).encode())
         return h.digest()
 
 

@@ -139,8 +139,9 @@ class Needs:
             if number >= 0 and not inside(self.regions[number], whole(shape)):
                 low, size = self.regions[number]
                 raise NeedsError(
-                    f"of tensor {manifest.unique[first].name!r} the elements from {list(low)}, "
-                    f"{list(size)} of them, are kept: not inside its shape {list(shape)}"
+                    f"of tensor {manifest.unique[first].name!r} a box is kept that begins at "
+                    f"{list(low)!r:.200} with sizes {list(size)!r:.200}: not inside its shape "
+                    f"{list(shape)}"
                 )
 
     def pairs(self, manifest: Manifest) -> list[tuple[int, int, int]]:

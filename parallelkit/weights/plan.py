@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from parallelkit.errors import ManifestError
-from parallelkit.weights.exports import ALIGNMENT, export, handed_out
+from parallelkit.weights.exports import ALIGNMENT, check_rank, export, handed_out
 from parallelkit.weights.layout import Region, overlaps
 from parallelkit.weights.manifest import Kind, Manifest
 from parallelkit.weights.needs import Needs, Numbers
@@ -114,8 +114,9 @@ class TransferPlan:
         tensors = self._order[np.array([bool(c) for c in cuts], bool)[self._classes[self._order]]]
         offsets = export(self.manifest, rank, alignment=self.alignment).offsets[tensors].tolist()
         rows = list(zip(tensors.tolist(), self._classes[tensors].tolist(), offsets, strict=True))
+        new = tuple.__new__  # half the time of Piece(...), and there may be a million
         pieces = [
-            Piece(tensor, rank, Span(base + first, run, steps), target)
+            new(Piece, (tensor, rank, new(Span, (base + first, run, steps)), target))
             for tensor, number, base in rows
             for (first, run, steps), target, _ in cuts[number]
         ]
@@ -236,7 +237,7 @@ def plan_transfer(
         bucket_bytes, alignment: the same at both ends.
 
     Raises:
-        ManifestError: there is nothing to move.
+        ManifestError: there is nothing to move, or no such rank.
         NeedsError: the needs do not fit the manifest.
     """
     if not manifest.tensors:
@@ -246,6 +247,8 @@ def plan_transfer(
     else:
         needs.check(manifest)
     only = None if ranks is None else tuple(sorted(set(ranks)))
+    for rank in only or ():
+        check_rank(manifest, rank)
     return TransferPlan(
         manifest=manifest, needs=needs, only=only, bucket_bytes=bucket_bytes, alignment=alignment
     )

@@ -51,13 +51,20 @@ class Span(NamedTuple):
         return self.offset + self.run + sum((count - 1) * far for count, far in self.steps)
 
     def check(self, nbytes: int) -> None:
-        """Raise `ProtocolError` unless the span lies in a memory of `nbytes` bytes."""
-        numbers = (self.offset, self.run, *(n for pair in self.steps for n in pair))
-        if len(self.steps) > MAX_STEPS or min(numbers) < 0 or self.end > nbytes:
+        """Raise `ProtocolError` unless the span lies in a memory of `nbytes` bytes, each once.
+
+        So whoever serves it never reads more bytes than there are.
+        """
+        good = len(self.steps) <= MAX_STEPS and min(self.offset, self.run) >= 0
+        extent = self.run
+        for count, far in reversed(self.steps):
+            good = good and count >= 0 and (count < 2 or far >= extent)
+            extent += max(count - 1, 0) * far
+        if not good or self.end > nbytes:
             raise ProtocolError(
                 f"a span (offset {self.offset}, run {self.run}, steps {self.steps!r:.200}) is not "
-                f"inside a memory of {nbytes} bytes; allowed are non-negative numbers, at most "
-                f"{MAX_STEPS} steps, and an end of at most {nbytes}"
+                f"inside a memory of {nbytes} bytes; allowed are at most {MAX_STEPS} steps, none "
+                f"shorter than what it repeats, and an end of at most {nbytes}"
             )
 
 
@@ -69,12 +76,14 @@ def view(memory: Any, span: Span) -> Bytes:
         span: what of it.
 
     Returns:
-        A uint8 array of shape `(*counts, run)`, strided.
+        A uint8 array of shape `(*counts, run)`, strided; of shape `(0,)` for an empty span.
 
     Raises:
         ProtocolError: the span reaches outside.
     """
     span.check(memory.nbytes)
+    if not span.nbytes:
+        return np.empty(0, np.uint8)
     shape = (*(count for count, _ in span.steps), span.run)
     strides = (*(far for _, far in span.steps), 1)
     return np.ndarray(shape, np.uint8, memory, span.offset, strides)
