@@ -158,8 +158,8 @@ def span_along(
     offset: int, strides: Iterable[int], counts: Sequence[int], itemsize: int, base: int = 0
 ) -> Span:
     """A span from counts and distances of elements, slowest first, merged where they allow it."""
-    if 0 in counts:
-        return Span(base + offset, 0)
+    if 0 in counts:  # an empty box may begin past the end of the memory; a span may not
+        return Span(base, 0)
     run, steps = itemsize, list[tuple[int, int]]()
     for count, far in zip(reversed(counts), reversed(tuple(strides)), strict=True):
         if count == 1:

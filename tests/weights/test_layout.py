@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallelkit.errors import ManifestError
-from parallelkit.weights.layout import Mesh, ShardLayout, owners, region, servers, serves, summary
+from parallelkit.weights.layout import (
+    Mesh,
+    Region,
+    ShardLayout,
+    overlaps,
+    owners,
+    region,
+    servers,
+    serves,
+    summary,
+)
 
 AXES = ("pipeline", "data", "data_shard", "context", "tensor")
 MESH = Mesh(AXES, (2, 2, 3, 1, 2))
@@ -86,6 +96,36 @@ def test_the_owner_of_a_part_is_the_lowest_rank_that_holds_it(case):
     assert servers([layout], mesh) == every
     replicas = mesh.size // math.prod(mesh.degree(a) for a, _ in (*layout.shards, *layout.at))
     assert all(len(ranks) == replicas for ranks in holders.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(laid_out(), st.data())
+def test_overlaps_are_what_owners_says_cut_to_the_box(case, data):
+    mesh, shape, layout = case
+    low = tuple(data.draw(st.integers(0, n)) for n in shape)
+    size = tuple(data.draw(st.integers(0, n - first)) for n, first in zip(shape, low, strict=True))
+    expected = {}
+    for rank, (start, extent) in owners(layout, mesh, shape):
+        first = tuple(map(max, low, start))
+        last = tuple(map(min, np.add(low, size).tolist(), np.add(start, extent).tolist()))
+        if all(a < b for a, b in zip(first, last, strict=True)):
+            sizes = tuple(b - a for a, b in zip(first, last, strict=True))
+            expected[rank] = Region(first, sizes)
+    found = list(overlaps(layout, mesh, shape, Region(low, size)))
+    assert dict(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_overlaps_look_at_no_rank_that_does_not_meet_the_box():
+    """A million ranks, of which one holds the box: a second for each would never end."""
+    mesh = Mesh(("pipeline", "data_shard", "tensor"), (4, 1 << 17, 8))
+    layout = ShardLayout([("tensor", 0), ("data_shard", 0)], [("pipeline", 3)])
+    box = Region((1 << 20, 0), (2, 5))
+    rows = 1 << 20  # of each tensor coordinate; 8 of each rank
+    assert list(overlaps(layout, mesh, (8 * rows, 5), box)) == [(3 * (1 << 20) + 1, box)]
+    assert list(overlaps(None, mesh, (8 * rows, 5), box)) == [(0, box)]
+    assert list(overlaps(layout, None, (8 * rows, 5), box)) == [(0, box)]
+    assert list(overlaps(layout, mesh, (8 * rows, 5), Region((0, 0), (4, 0)))) == []
 
 
 @settings(max_examples=300, deadline=None)

@@ -91,6 +91,44 @@ def test_a_spec_describes_itself_and_cannot_change():
         spec().name = "v"
 
 
+@pytest.mark.parametrize("fusion", ["", 7, b"qkv", "n" * (MAX_NAME_BYTES + 1), "\ud800"])
+def test_bad_fusion_groups_are_refused(fusion):
+    with pytest.raises(ManifestError, match="tensor 'w' has fusion group"):
+        TensorSpec(name="w", dtype="int8", shape=(), fusion=fusion)
+
+
+def test_an_alias_has_the_fusion_group_of_its_tensor():
+    w = attrs.evolve(spec("w"), fusion="qkv")
+    assert Manifest([w, attrs.evolve(w, name="tied", alias_of="w")]).unique == (w,)
+    with pytest.raises(ManifestError, match=r"their fusion groups differ \(None; 'qkv'\)"):
+        Manifest([w, spec("tied", alias_of="w")])
+
+
+def test_kinds_are_by_value_and_in_order_of_use():
+    mesh, layout = Mesh(("tensor",), (2,)), ShardLayout([("tensor", 0)])
+    rows = [
+        attrs.evolve(spec("a"), layout=layout),
+        spec("b"),
+        attrs.evolve(spec("c"), layout=ShardLayout([("tensor", 0)])),
+        attrs.evolve(spec("d"), layout=layout, fusion="x"),
+        attrs.evolve(spec("e"), layout=layout, fusion="y"),
+        spec("f", dtype="int8"),
+        spec("g", shape=(3, 2)),
+        spec("tied", alias_of="b"),
+        spec("h"),
+    ]
+    kinds, which = Manifest(rows, mesh).kinds
+    assert kinds == (
+        (layout, (2, 3), "float32", False),
+        (None, (2, 3), "float32", False),
+        (layout, (2, 3), "float32", True),
+        (None, (2, 3), "int8", False),
+        (None, (3, 2), "float32", False),
+    )
+    assert which.tolist() == [0, 1, 0, 2, 2, 3, 4, 1]
+    assert kinds[3].itemsize == 1
+
+
 def test_names_are_unique():
     with pytest.raises(ManifestError, match="tensor name 'w' occurs twice"):
         Manifest([spec(), spec("v"), spec()])
