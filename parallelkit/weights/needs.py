@@ -73,20 +73,23 @@ class Needs:
         Raises:
             NeedsError: a layout that does not fit its tensor, or no such rank.
         """
-        unique = manifest.unique
+        unique, layouts = manifest.unique, tuple(layouts)  # kept: told apart by identity below
         if len(layouts) != len(unique) or not 0 <= rank < mesh.size:
             raise NeedsError(
                 f"rank {rank} of {mesh.size} with {len(layouts)} layouts needs {len(unique)} "
                 "tensors: give one layout for each unique tensor, and a rank of the mesh"
             )
-        boxes: dict[tuple[int, tuple[int, ...]], Region | None] = {}
-        regions = []
+        seen: dict[tuple[int, tuple[int, ...]], int] = {}
+        table, which = list[Region](), list[int]()
         for tensor, layout in zip(unique, layouts, strict=True):
             key = (id(layout), tensor.shape)
-            if key not in boxes:
-                boxes[key] = _part(layout, mesh, tensor.shape, rank, tensor.name)
-            regions.append(boxes[key])
-        return cls.of(manifest, regions)
+            number = seen.get(key)
+            if number is None:
+                box = _part(layout, mesh, tensor.shape, rank, tensor.name)
+                number = seen[key] = -1 if box is None else len(table)
+                table += [] if box is None else [box]
+            which.append(number)
+        return cls._numbered(table, np.array(which, np.int32))
 
     @classmethod
     def from_wire(cls, manifest: Manifest, regions: Rows, which: Sequence[int | None]) -> Needs:
