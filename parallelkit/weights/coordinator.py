@@ -1,34 +1,42 @@
-"""Rank 0 of a publisher: owns the control channel, the arena and the version counter."""
+"""Rank 0 of a publisher: owns the control channel and the version counter."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import attrs
-import numpy as np
 
-from parallelkit import hooks
 from parallelkit.errors import (
     PartialCommitError,
-    StateError,
-    TransportError,
     UpdateTimeoutError,
     VersionError,
 )
-from parallelkit.protocols import PublisherTransport, ShardedSource, WeightSource
-from parallelkit.specs import HostIdentity, TransportCandidate, TransportRequest, TransportSpec
+from parallelkit.protocols import WeightSource
 from parallelkit.weights import messages as m
-from parallelkit.weights.blocks import Digests, Workers, as_bytes, hash_arena, stage, wanted_blocks
+from parallelkit.weights.collective import Crew, Message
 from parallelkit.weights.control import ControlServer, Stop
+from parallelkit.weights.endpoint import parse_endpoint
+from parallelkit.weights.exporter import Exporter, Hashed
 from parallelkit.weights.identity import host_identity
+from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.members import Member, Members
-from parallelkit.weights.parcels import split_bytes
-from parallelkit.weights.plan import TransferPlan
+from parallelkit.weights.needs import Needs
+from parallelkit.weights.orders import (
+    Kinds,
+    Opening,
+    Staging,
+    do_together,
+    open_exporter,
+    raise_failed,
+    staged,
+)
 from parallelkit.weights.report import MemberReport, TransferReport
+from parallelkit.weights.routes import Post, Routes, describe
 from parallelkit.weights.ticket import TicketOffice
+from parallelkit.weights.truth import Truth, hashed_from_plain
 from parallelkit.weights.update import Update
 
 #: After this many committed versions in a row without a changed byte, the report warns.
@@ -50,8 +58,10 @@ class Settings:
     """How a publisher works; see `publish_weights` for the meaning of each field."""
 
     transport: str
+    commit: str
     verify: str
     aliased: bool
+    keep_last: bool
     timeout: float
     endpoint: str | None
     options: dict[str, object]
@@ -62,48 +72,62 @@ class WeightsUnchangedWarning(UserWarning):
 
 
 class Coordinator:
-    """Everything of a publisher that exists once. Not collective; rank 0 alone calls it."""
+    """Everything of a publisher that exists once. Rank 0 alone calls it.
 
-    def __init__(self, source: WeightSource, plan: TransferPlan, settings: Settings) -> None:
-        """Choose and open the transport, bind the control channel.
+    Where other ranks hand parts out too, opening and `update` are collective: `crew` carries what
+    they are asked for (`parallelkit.weights.orders`).
+    """
+
+    def __init__(
+        self, source: WeightSource, manifest: Manifest, settings: Settings, crew: Crew
+    ) -> None:
+        """Choose and open transports, on every rank that hands parts out; bind the control channel.
 
         Raises:
             TransportError: no transport fits, or memory or address are not to be had.
+            PeerLostError, UpdateTimeoutError: another rank is gone or too slow.
         """
         self.version = 0
-        self.plan = plan
+        self.epoch = 0
+        self.manifest = manifest
         self.settings = settings
         self._source = source
+        self._crew = crew
         self._run_id = secrets.token_bytes(16)
-        self._workers = Workers()
-        self._gathered = split_bytes(plan.manifest)[1]
+        self._kinds = Kinds()
         self._unchanged = 0
-        self._last: Digests | None = None
         self._phase_hook: Callable[[str], None] = lambda phase: None
-        self._identity = host_identity()
-        self.candidates = self._rank(None)
-        self.choice = self._choose()
-        self._transport = self._open()
-        self._arena = as_bytes(self._transport.buffer)
+        host, _ = parse_endpoint(settings.endpoint)
+        device = source.device.partition(":")[0]
+        self.routes = Routes(settings.transport, device, host_identity(), host)
+        self._exporter: Exporter | None = None
         try:
+            self._open(host)
             if settings.aliased:
-                self._adopt()
+                self.exporter.adopt()
             self.server = ControlServer(settings.endpoint, settings.timeout)
         except BaseException:
-            self._release_arena()
+            self._release()
             raise
         self.office = TicketOffice(self.server.endpoint, self.server.server_key)
         self.members = Members(
-            plan=plan,
+            manifest=manifest,
             office=self.office,
             run_id=self._run_id,
             verify=settings.verify,
+            commit=settings.commit,
+            slots=1,
             timeout=settings.timeout,
-            transport=self.choice.name,
-            offer=self._offer,
+            sources=self.routes.sources,
             version=lambda: self.version,
         )
         self.server.start(self.members)
+
+    @property
+    def exporter(self) -> Exporter:
+        """Rank 0's own parts."""
+        assert self._exporter is not None
+        return self._exporter
 
     def update(self, version: int) -> TransferReport:
         """Bring every member of a complete group to `version`. Blocks, see `WeightPublisher`."""
@@ -112,34 +136,35 @@ class Coordinator:
         self._dismiss_broken_groups()
         self._source.begin()
         if self.settings.aliased:
-            self._check_adopted()
+            self.exporter.check_adopted()
         update = Update(
             server=self.server,
             table=self.members,
-            plan=self.plan,
             version=version,
-            epoch=self._transport.bump(),
+            epoch=self._bump(),
+            slot=0,
             members=self.members.ready_for_update(),
             timeout=self.settings.timeout,
+            in_place=self.settings.commit == "in_place",
         )
         update.phases["look"] = time.monotonic() - clock
-        wanted = wanted_blocks(self.settings.verify, self.plan, self._run_id, version)
         try:
-            digests = self._prepare(update, wanted)
+            truths = self._prepare(update)
         except BaseException as error:
-            self._transport.bump()
+            self._bump()
             update.abort(str(error) or type(error).__name__)
             raise
         self.version = version  # decided: from here on the number is used, whatever happens
+        self.exporter.committed()
         members: list[MemberReport] | None = None
         try:
-            members = update.commit(lambda message: self._check_readback(message, digests))
+            members = update.commit(truths, readback=self.settings.verify == "readback")
         finally:
             if members is None or any(r.state in ("quarantined", "lost") for r in members):
-                self._transport.bump()  # whoever wakes late must not use this arena any more
+                self._bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")
         update.lap("commit")
-        return self._report(update, started, members, digests)
+        return self._report(update, started, members, truths)
 
     def new_ticket(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
         """Issue a ticket; returns its string and number."""
@@ -175,67 +200,122 @@ class Coordinator:
             if member.present:
                 self.server.send(member.route, m.Close(reason=reason))
         self.server.close()
-        self._release_arena()
+        self._release()
 
     def drop(self, member: Member, reason: str) -> None:
         """Let a member go: it is told, and takes part in nothing any more."""
         self.server.send(member.route, m.Close(reason=reason))
         self.members.mark(member, "lost", reason)
 
-    def _prepare(self, update: Update, wanted: Sequence[bool]) -> Digests:
+    def _open(self, host: str) -> None:
+        """Open the arena of every rank that hands parts out."""
+        opening = Opening(
+            names=self.routes.names(),
+            run_id=self._run_id,
+            secret=self.routes.secret,
+            host=host,
+            slots=1,
+            seconds=self.settings.timeout,
+        )
+        if self._crew.several:
+            self._crew.tell({"open": opening.to_plain()})
+
+        def mine() -> Message:
+            self._exporter, post = open_exporter(
+                self._source, self.manifest, 0, opening, self.settings.options
+            )
+            return post.to_plain()
+
+        answers, problem = do_together(self._crew, mine, opening.seconds)
+        raise_failed(answers, problem)
+        self.routes.posts = {rank: Post.from_plain(said) for rank, said in answers.items()}
+
+    def _bump(self) -> int:
+        self.epoch = self.exporter.arena.bump()
+        return self.epoch
+
+    def _prepare(self, update: Update) -> dict[Needs, Truth]:
         """Everything before the decision; any error here leaves every member as it was."""
         aliased = self.settings.aliased
-        digests: Digests = np.zeros(self.plan.blocks, np.uint64)
+        kinds = list(dict.fromkeys(x.needs for x in update.members if x.needs is not None))
+        truths: dict[Needs, Truth] = {}
         update.begin()
         self._phase("begin")
         update.lap("begin")
-        if isinstance(self._source, ShardedSource) and update.members:
-            digests = self._gather(self._source, update, wanted)
-        elif not aliased and update.members:
-            fetch, arena = self._source.host_bytes, self._arena
-            digests = stage(fetch, self.plan, arena, self._workers, wanted)
-            self._phase("stage")
-            update.lap("stage")
+        if not aliased and kinds:
+            truths = self._stage(update, kinds)
         update.wait_ready()
         update.lap("ready")
         update.transfer()
         self._phase("transfer")
-        if aliased and update.members:  # while the members hash the same bytes
-            digests = hash_arena(self._arena, self.plan, self._workers, wanted)
+        if aliased and kinds:  # while the members hash the same bytes
+            hashed = self.exporter.hash_arena(kinds, self.settings.verify, update.version)
+            truths = self._joined(kinds, {0: hashed}, update.version)
             update.lap("digest")
         update.wait_prepared()
-        update.compare(digests, wanted)
+        update.compare(truths)
         self._phase("verify")
         update.lap("verify")
-        return digests
+        return truths
 
-    def _gather(self, source: ShardedSource, update: Update, wanted: Sequence[bool]) -> Digests:
-        """Let the ranks' parts come together in the arena; its digests are the source's."""
-        source.gather(
-            self._spans(),
-            seconds=update.deadline - time.monotonic(),
-            check=self.settings.verify in ("digest", "readback"),
+    def _stage(self, update: Update, kinds: list[Needs]) -> dict[Needs, Truth]:
+        """Let every rank stage its parts; what their digests are together."""
+        numbers, new = self._kinds.number(kinds) if self._crew.several else ([], [])
+        staging = Staging(
+            version=update.version,
+            epoch=update.epoch,
+            slot=update.slot,
+            verify=self.settings.verify,
+            needs=numbers,
+            new=new,
+            seconds=max(update.deadline - time.monotonic(), 0.0),
         )
-        self._phase("stage")
-        update.lap("gather")
-        digests = hash_arena(self._arena, self.plan, self._workers, wanted)
-        update.lap("digest")
-        return digests
+        if self._crew.several:
+            self._crew.tell({"orders": staging.to_plain()})
+            self._kinds.told(numbers)
+        own: list[Hashed] = []
 
-    def _check_readback(self, message: m.Committed, digests: Digests) -> str:
-        if self.settings.verify != "readback" or message.staged:
-            return ""
-        theirs = np.frombuffer(message.readback, "<u8") if len(message.readback) % 8 == 0 else None
-        if theirs is None or len(theirs) != len(digests):
-            return "its read-back digests are malformed"
-        bad = np.flatnonzero(theirs != digests)
-        names = sorted({n for block in bad[:8] for n in self.plan.names_in(int(block))})
-        return f"live memory differs after placement, in {', '.join(names[:6])}" if len(bad) else ""
+        def mine() -> Message:
+            own.extend(self.exporter.stage(kinds, update.slot, staging.verify, update.version))
+            update.lap("stage")
+            return staged(own) if self._crew.several else {}
+
+        answers, problem = do_together(self._crew, mine, staging.seconds)
+        raise_failed(answers, problem)
+        if self._crew.several:
+            update.lap("meet")
+        self._phase("stage")
+        said = {0: own} | {
+            rank: hashed_from_plain(answer["hashed"], len(kinds))
+            for rank, answer in answers.items()
+            if rank
+        }
+        return self._joined(kinds, said, update.version)
+
+    def _joined(
+        self, kinds: list[Needs], said: dict[int, list[Hashed]], version: int
+    ) -> dict[Needs, Truth]:
+        """For each kind of members, what all ranks said of it."""
+        return {
+            kind: Truth.of(
+                self.manifest,
+                kind,
+                {rank: hashed[i] for rank, hashed in said.items()},
+                self.settings.verify,
+                self._run_id,
+                version,
+            )
+            for i, kind in enumerate(kinds)
+        }
 
     def _report(
-        self, update: Update, started: float, members: list[MemberReport], digests: Digests
+        self,
+        update: Update,
+        started: float,
+        members: list[MemberReport],
+        truths: dict[Needs, Truth],
     ) -> TransferReport:
-        ratio, notes = self._changes(digests, bool(members)), []
+        ratio, notes = self._changes(truths.values()), []
         if not members:
             notes.append("no member of a complete group was there; nothing was sent")
         notes += self.members.absent(new=True)
@@ -245,12 +325,11 @@ class Coordinator:
             notes.append("staged members go live at their next step() or use()")
         report = TransferReport(
             version=update.version,
-            nbytes=self.plan.manifest.nbytes,
-            gathered_bytes=self._gathered if members else 0,
-            tensors=len(self.plan.manifest.tensors),
-            transport=self.choice.name,
+            nbytes=self.manifest.nbytes,
+            tensors=len(self.manifest.tensors),
+            transport=describe(r.transport for r in members) or self.routes.choice.name,
             verify=self.settings.verify,
-            verified=_VERIFIED[self.settings.verify] if members else "nothing was sent",
+            verified=self._verified() if members else "nothing was sent",
             phases=update.phases,
             started_at=started,
             members=tuple(members),
@@ -269,6 +348,10 @@ class Coordinator:
             )
         return report
 
+    def _verified(self) -> str:
+        said = _VERIFIED[self.settings.verify]
+        return said.replace("received", "placed") if self.settings.commit == "in_place" else said
+
     def unchanged_alarm(self) -> str:
         """What to warn of when nothing changes for too long, or ""."""
         if self._unchanged < UNCHANGED_ALARM:
@@ -278,18 +361,17 @@ class Coordinator:
             "published the one that is trained?"
         )
 
-    def _changes(self, digests: Digests, sent: bool) -> float | None:
-        """Share of bytes in changed blocks; keeps this version's digests for the next."""
-        if self.settings.verify not in ("digest", "readback") or not sent:
+    def _changes(self, truths: Iterable[Truth]) -> float | None:
+        """Share of bytes in buckets that are not as in the last committed version."""
+        changed, total = 0, 0
+        for truth in truths:
+            if truth.changed is None:
+                return None
+            changed, total = changed + truth.changed, total + truth.nbytes
+        if not total:
             return None
-        last, self._last = self._last, digests
-        if last is None:
-            return None
-        sizes = np.full(self.plan.blocks, self.plan.block_bytes, np.int64)
-        sizes[-1] = self.plan.nbytes - int(sizes[:-1].sum())
-        ratio = float(sizes[digests != last].sum() / self.plan.nbytes)
-        self._unchanged = 0 if ratio else self._unchanged + 1
-        return ratio
+        self._unchanged = 0 if changed else self._unchanged + 1
+        return changed / total
 
     def _dismiss_broken_groups(self) -> None:
         for member in self.members.everyone():
@@ -297,66 +379,9 @@ class Coordinator:
                 for mate in self.members.groupmates(member):
                     self.drop(mate, f"{member.name}, of the same group, is gone")
 
-    def _rank(self, peer: HostIdentity | None) -> list[TransportCandidate]:
-        request = TransportRequest(
-            publisher=self._identity,
-            subscriber=peer,
-            device=self._source.device.partition(":")[0],
-            requested=self.settings.transport,
-        )
-        return sorted(hooks.transports(request), key=lambda c: (not c.reach, c.cost, c.name))
-
-    def _choose(self) -> TransportCandidate:
-        wanted = self.settings.transport
-        known = ", ".join(f"{c.name} ({c.reason})" for c in self.candidates) or "none"
-        for candidate in self.candidates:
-            if candidate.name == wanted or (wanted == "auto" and candidate.reach):
-                return candidate
-        raise TransportError(f"transport {wanted!r} is not to be had here; there are: {known}")
-
-    def _open(self) -> PublisherTransport:
-        spec = TransportSpec(
-            name=self.choice.name,
-            manifest=self.plan.manifest,
-            nbytes=self.plan.nbytes,
-            run_id=self._run_id,
-            options=self.settings.options,
-        )
-        transport = hooks.open_transport(spec)
-        if transport is None:
-            raise TransportError(f"transport {spec.name!r} is listed, but no plugin opens it")
-        return transport
-
-    def _offer(self, peer: HostIdentity) -> bytes:
-        mine = [c for c in self._rank(peer) if c.name == self.choice.name]
-        if not mine or not mine[0].reach:
-            reason = mine[0].reason if mine else "it is not there any more"
-            raise TransportError(f"{self.choice.name}: {reason}")
-        return self._transport.offer()
-
-    def _adopt(self) -> None:
-        self._source.adopt(self._spans())
-
-    def _spans(self) -> list[memoryview]:
-        """The arena's memory of each unique tensor."""
-        spans = zip(self.plan.offsets, self.plan.sizes, strict=True)
-        buffer = self._transport.buffer
-        return [buffer[offset : offset + size] for offset, size in spans]
-
-    def _check_adopted(self) -> None:
-        base = self._arena.ctypes.data
-        for i, (offset, size) in enumerate(zip(self.plan.offsets, self.plan.sizes, strict=True)):
-            if size and as_bytes(self._source.host_bytes(i)).ctypes.data != base + offset:
-                raise StateError(
-                    f"{self.plan.manifest.unique[i].name!r} does not live in the published segment "
-                    "any more: something gave it new storage after publish_weights(aliased=True); "
-                    "publish again, or without aliased"
-                )
-
-    def _release_arena(self) -> None:
-        self._arena = np.empty(0, np.uint8)
-        self._transport.close()
-        self._workers.close()
+    def _release(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
 
     def _phase(self, name: str) -> None:
         self._phase_hook(name)

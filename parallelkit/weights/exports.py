@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from parallelkit.errors import ManifestError
-from parallelkit.weights.layout import Region, region, serves
+from parallelkit.weights.layout import Region, region, servers, serves, summary
 from parallelkit.weights.manifest import Kind, Manifest
 from parallelkit.weights.regions import whole
 
@@ -122,3 +122,36 @@ def handed_out(manifest: Manifest, kind: Kind, rank: int) -> Region | None:
 
 def _nbytes(box: Region | None, kind: Kind) -> int:
     return 0 if box is None else box.elements * kind.itemsize
+
+
+def exporting_ranks(manifest: Manifest) -> list[int]:
+    """The publisher ranks that hand anything out, ascending; rank 0 is always among them."""
+    ranks = servers({kind.layout for kind in manifest.kinds[0]}, manifest.mesh)
+    return [0, *(rank for rank in ranks if rank and any(_boxes(manifest, rank)))]
+
+
+def explain_exports(manifest: Manifest) -> list[str]:
+    """Say how tensors are spread and what each rank hands out, in a few lines; none if rank 0
+    hands out everything."""
+    if manifest.mesh is None:
+        return []
+    kinds, which = manifest.kinds
+    counts = np.bincount(np.frombuffer(which, np.int32), minlength=len(kinds)).tolist()
+    nbytes = [
+        sum(
+            n * _nbytes(box, k)
+            for n, box, k in zip(counts, _boxes(manifest, r), kinds, strict=True)
+        )
+        for r in exporting_ranks(manifest)
+    ]
+    each = f"{min(nbytes) / 1e6:.1f} to {max(nbytes) / 1e6:.1f} MB"
+    return [
+        summary((t.layout for t in manifest.tensors), manifest.mesh),
+        f"mesh of {manifest.mesh.size} ranks: {manifest.mesh.describe()}",
+        f"{len(nbytes)} ranks hand out their own parts, {each} each",
+    ]
+
+
+def _boxes(manifest: Manifest, rank: int) -> list[Region | None]:
+    """What a rank hands out of each of the manifest's kinds."""
+    return [handed_out(manifest, kind, rank) for kind in manifest.kinds[0]]

@@ -21,8 +21,9 @@ from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.manifest import check_exact
-from parallelkit.weights.placement import Placement
+from parallelkit.weights.placement import Placement, needs_of
 from parallelkit.weights.plan import TransferPlan, plan_transfer
+from parallelkit.weights.readers import Readers
 from parallelkit.weights.subscriber import WeightSubscriber
 from parallelkit.weights.ticket import Ticket
 
@@ -36,7 +37,8 @@ def subscribe_weights(
     Nothing of `target` is touched before the first update.
 
     Args:
-        target: an `nn.Module`, whatever a plugin knows, or a `WeightSink`.
+        target: an `nn.Module`, whatever a plugin knows, or a `WeightSink`. One that keeps parts of
+            tensors (`RegionSink`) gets those alone, from the ranks that have them.
         ticket: from `publisher.ticket` or `publisher.new_ticket()`; used up by this call.
         member: this process's rank within its group, for tickets with several members.
         timeout: seconds for joining; later waits use the publisher's.
@@ -47,6 +49,7 @@ def subscribe_weights(
             is listed, and the publisher is told.
         PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
         TransportError: the publisher's memory cannot be reached from here.
+        NeedsError: a `RegionSink` keeps something that is no part of its tensors.
         UpdateTimeoutError: no answer within `timeout`.
         NoBackendError: no plugin knows the target's type.
 
@@ -63,7 +66,7 @@ def subscribe_weights(
     sink = _sink_of(target)
     needs = sink.needs()
     client = ControlClient(decoded, timeout)
-    transport: SubscriberTransport | None = None
+    readers: Readers | None = None
     try:
         deadline = time.monotonic() + timeout
         client.send(
@@ -71,22 +74,26 @@ def subscribe_weights(
         )
         welcome = _expect(client, m.Welcome, deadline, timeout)
         try:
-            plan = plan_transfer(m.manifest_of(welcome))
-            if plan.digest != welcome.plan_digest:
-                raise ProtocolError("the two ends computed different transfer plans")
-            check_exact(plan.manifest, needs)
-            transport = _connect(welcome, plan)
+            published = m.manifest_of(welcome)
+            if published.digest() != welcome.manifest_digest:
+                raise ProtocolError("the two ends read different manifests")
+            check_exact(published, needs)
+            kept = needs_of(sink, needs, published)
+            plan = plan_transfer(published, kept)
+            readers = _connect(welcome, plan)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
-        client.send(m.Opened(session=welcome.session, plan_digest=plan.digest))
+        wire = None if kept is None else m.Kept(*kept.to_wire())
+        client.send(m.Opened(session=welcome.session, plan_digest=plan.digest, kept=wire))
         _expect(client, m.Joined, deadline, timeout)
     except BaseException:
-        if transport is not None:
-            transport.close()
+        if readers is not None:
+            readers.close()
         client.close()
         raise
-    return WeightSubscriber(client, welcome, plan, Placement(sink, needs, plan), transport)
+    placement = Placement(sink, needs, readers, welcome.verify, welcome.run_id)
+    return WeightSubscriber(client, welcome, placement)
 
 
 def _sink_of(target: Any) -> WeightSink:
@@ -99,16 +106,35 @@ def _sink_of(target: Any) -> WeightSink:
     return sink
 
 
-def _connect(welcome: m.Welcome, plan: TransferPlan) -> SubscriberTransport:
-    transport = hooks.connect_transport(welcome.transport, welcome.offer)
+def _connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
+    """Open a transport to every rank of the publisher that this member gets bytes from."""
+    sources = {source.rank: source for source in welcome.sources}
+    missing = [rank for rank in plan.ranks if rank not in sources]
+    if missing:
+        raise ProtocolError(f"the publisher did not say how its rank {missing[0]} is reached")
+    transports: dict[int, SubscriberTransport] = {}
+    try:
+        for rank in plan.ranks:
+            transports[rank] = _transport(sources[rank], welcome.slots)
+    except BaseException:
+        for transport in transports.values():
+            transport.close()
+        raise
+    return Readers(plan, transports, {rank: sources[rank].nbytes for rank in plan.ranks})
+
+
+def _transport(source: m.Source, slots: int) -> SubscriberTransport:
+    transport = hooks.connect_transport(source.transport, source.offer, source.key)
     if transport is None:
         raise TransportError(
-            f"no plugin installed here has the publisher's transport {welcome.transport!r}"
+            f"no plugin installed here has the publisher's transport {source.transport!r}"
         )
-    size = plan.nbytes if transport.buffer is None else transport.buffer.nbytes
-    if size != plan.nbytes:
+    if transport.memory is not None and transport.memory.nbytes != slots * source.nbytes:
         transport.close()
-        raise ProtocolError(f"the publisher's arena has {size} bytes, the plan {plan.nbytes}")
+        raise ProtocolError(
+            f"the arena of the publisher's rank {source.rank} has {transport.memory.nbytes} bytes "
+            f"instead of {slots} times {source.nbytes}"
+        )
     return transport
 
 

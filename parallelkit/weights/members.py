@@ -1,9 +1,10 @@
 """Who takes part: the table of members, and the admission of new ones.
 
-A member joins in two messages: `Hello` with a ticket is answered by `Welcome` with the manifest,
-the plan's digest and a transport offer; `Opened` says that the target needs exactly that. Both are
-handled in the control thread, so a subscriber can join while the trainer is busy. From then on the
-member takes part in every update that begins later, once its whole group is there.
+A member joins in two messages: `Hello` with a ticket is answered by `Welcome` with the manifest and
+with the way to every rank that hands parts out; `Opened` says that the target needs exactly that,
+what it keeps, and the digest of its plan. Both are handled in the control thread, so a subscriber
+can join while the trainer is busy. From then on the member takes part in every update that begins
+later, once its whole group is there.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 import attrs
 
-from parallelkit.errors import ProtocolError, TicketError, TransportError
+from parallelkit.errors import NeedsError, ProtocolError, TicketError, TransportError
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import Desk, Inbox, Lost, Received
-from parallelkit.weights.plan import TransferPlan
+from parallelkit.weights.manifest import Manifest
+from parallelkit.weights.needs import Needs
+from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.ticket import IssuedTicket, TicketOffice
 
 Answers = list[tuple[bytes, Any]]
@@ -35,6 +38,8 @@ class Member:
         state: `opening` (welcomed), `joined`, `quarantined`, `lost`, `left` or `refused`.
         version: last committed version, as its acknowledgement said; 0 for none.
         reason: why it is quarantined, lost or refused.
+        transport: how it reaches the publisher's ranks: `shm`, `tcp`, or both.
+        needs: what it keeps; known once it has joined.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Member:
     state: str = "opening"
     version: int = 0
     reason: str = ""
+    transport: str = ""
+    needs: Needs | None = attrs.field(default=None, repr=False)
 
     @property
     def present(self) -> bool:
@@ -59,32 +66,34 @@ class Members(Desk):
     def __init__(
         self,
         *,
-        plan: TransferPlan,
+        manifest: Manifest,
         office: TicketOffice,
         run_id: bytes,
         verify: str,
+        commit: str,
+        slots: int,
         timeout: float,
-        transport: str,
-        offer: Callable[[HostIdentity], bytes],
+        sources: Callable[[HostIdentity], list[m.Source]],
         version: Callable[[], int],
     ) -> None:
         """
         Args:
-            plan: what is published.
+            manifest: what is published.
             office: redeems tickets.
-            run_id, verify, timeout, transport: told to each member.
-            offer: makes a transport offer for a peer, or raises `TransportError`.
+            run_id, verify, commit, slots, timeout: told to each member.
+            sources: tells how a peer reaches each rank, with passes; or raises `TransportError`.
             version: the last committed version.
         """
         self.inbox = Inbox()
         self.changed = threading.Condition()
-        self._plan = plan
+        self._manifest = manifest
         self._office = office
         self._run_id = run_id
         self._verify = verify
+        self._commit = commit
+        self._slots = slots
         self._timeout = timeout
-        self._transport = transport
-        self._offer = offer
+        self._sources = sources
         self._version = version
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
@@ -209,11 +218,12 @@ class Members(Desk):
         ticket = self._office.redeem(hello.token, hello.member)
         identity = m.identity_of(hello)
         try:
-            offer = self._offer(identity)
+            sources = self._sources(identity)
         except TransportError as error:
             raise TicketError(f"no transport reaches the subscriber: {error}") from error
         name = f"{ticket.label}.{hello.member} (pid {hello.pid} on {hello.host})"
         member = Member(name, ticket, hello.member, route, secrets.token_bytes(16), identity)
+        member.transport = "+".join(sorted({source.transport for source in sources}))
         self._by_route[route] = member
         self._all.append(member)
         return [
@@ -224,11 +234,12 @@ class Members(Desk):
                     run_id=self._run_id,
                     name=name,
                     version=self._version(),
-                    **m.manifest_fields(self._plan.manifest),
-                    plan_digest=self._plan.digest,
-                    transport=self._transport,
-                    offer=offer,
+                    **m.manifest_fields(self._manifest),
+                    manifest_digest=self._manifest.digest(),
+                    sources=sources,
+                    slots=self._slots,
                     verify=self._verify,
+                    commit=self._commit,
                     timeout=self._timeout,
                 ),
             )
@@ -237,9 +248,20 @@ class Members(Desk):
     def _open(self, member: Member, message: m.Opened) -> Answers:
         if member.state != "opening":
             raise ProtocolError(f"opened in state {member.state}")
-        if not secrets.compare_digest(message.plan_digest, self._plan.digest):
+        try:
+            member.needs = self._needs(message.kept)
+        except NeedsError as error:
+            member.state, member.reason = "refused", str(error)
+            raise ProtocolError(f"what the target keeps is refused: {error}") from error
+        plan = plan_transfer(self._manifest, member.needs)
+        if not secrets.compare_digest(message.plan_digest, plan.digest):
             member.state = "refused"
             raise ProtocolError("the two ends computed different transfer plans")
         member.state = "joined"
         self.changed.notify_all()
         return [(member.route, m.Joined(version=self._version()))]
+
+    def _needs(self, kept: m.Kept | None) -> Needs:
+        if kept is None:
+            return Needs.whole(self._manifest)
+        return Needs.from_wire(self._manifest, kept.regions, kept.which)

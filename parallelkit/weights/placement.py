@@ -1,38 +1,95 @@
-"""From the arena into a target: the subscriber's half of moving bytes."""
+"""From the publisher's arenas into a target: the subscriber's half of moving bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
+import attrs
 import numpy as np
 
-from parallelkit.errors import TransportError
-from parallelkit.protocols import SubscriberTransport, WeightSink
-from parallelkit.weights.blocks import (
+from parallelkit.errors import CorruptionError, ProtocolError, TransportError
+from parallelkit.protocols import RegionSink, WeightSink
+from parallelkit.weights.buckets import (
     Bytes,
-    Digests,
+    Load,
+    Table,
     Workers,
     as_bytes,
     copy_all,
-    hash_arena,
-    stage,
+    copy_span,
+    from_wire,
+    hash_table,
+    merged,
+    pass_over,
+    shifted,
+    to_wire,
+    wanted_buckets,
 )
+from parallelkit.weights.exports import ALIGNMENT
 from parallelkit.weights.manifest import Manifest
-from parallelkit.weights.plan import TransferPlan
+from parallelkit.weights.needs import Needs
+from parallelkit.weights.plan import Bucket, TransferPlan
+from parallelkit.weights.readers import Readers
+from parallelkit.weights.regions import Span
+
+#: Buckets that are fetched in place before they are hashed.
+PLACED_BUCKETS: Final = 16
+
+
+class Move(NamedTuple):
+    """Bytes of one tensor from an arena, or from staging memory where `rank` is None."""
+
+    rank: int | None
+    source: Span
+    target: Span
+
+
+@attrs.frozen
+class Fetch:
+    """What one version's bytes are fetched by.
+
+    Attributes:
+        version, epoch, slot: as the publisher said.
+        deadline: monotonic seconds.
+    """
+
+    version: int
+    epoch: int
+    slot: int
+    deadline: float
 
 
 class Placement:
     """Fetches, hashes and places one version. Not safe to call from several threads."""
 
-    def __init__(self, sink: WeightSink, needs: Manifest, plan: TransferPlan) -> None:
+    def __init__(
+        self, sink: WeightSink, needs: Manifest, readers: Readers, verify: str, run_id: bytes
+    ) -> None:
+        """
+        Args:
+            sink: where to.
+            needs: its manifest.
+            readers: where from, and the plan.
+            verify, run_id: which buckets are hashed, together with the version.
+        """
+        self.readers = readers
+        self.plan: TransferPlan = readers.plan
+        self.repeated = 0
+        self.staged_version = 0
         self._sink = sink
-        self._plan = plan
-        self._order = _match(plan.manifest, needs)
-        self._source: Bytes | None = None
+        self._verify = verify
+        self._run_id = run_id
+        self._order = _match(self.plan.manifest, needs)
+        self._sizes = kept_bytes(self.plan)
+        self._starts, self._room = _laid_out(self._sizes)
         self._spare: Bytes | None = None
         self._staging: Bytes | None = None
-        self.staged_version = 0
+        self._source: tuple[list[Moves], Callable[[Move], Bytes]] | None = None
+        self._tables: dict[int, Table] = {}
+        self._moves: list[Moves] | None = None
+        self._moves_staged: list[Moves] | None = None
 
     @property
     def module(self) -> Any:
@@ -43,30 +100,28 @@ class Placement:
         """Raise if the target is not what it was when it joined; nothing is written."""
         self._sink.check()
 
-    def allocate_staging(self) -> None:
-        """Make room for two versions of our own, for `serve`."""
+    def allocate_staging(self, versions: int = 2) -> None:
+        """Make room of our own for one version, or for two as `serve` needs it."""
         if self._spare is None:
-            self._spare = np.zeros(self._plan.nbytes, np.uint8)
-            self._staging = np.zeros(self._plan.nbytes, np.uint8)
+            self._spare = np.zeros(self._room, np.uint8)
+        if self._staging is None and versions == 2:
+            self._staging = np.zeros(self._room, np.uint8)
 
-    def fetch(
-        self,
-        transport: SubscriberTransport,
-        workers: Workers,
-        wanted: Sequence[bool],
-        *,
-        staged: bool,
-    ) -> bytes:
-        """Hash the arena, after copying it where `staged`; returns the digests' wire form."""
-        if transport.buffer is None:
-            raise TransportError(f"transport {transport.name} has no readable arena")
-        arena = as_bytes(transport.buffer)
-        if staged:
-            assert self._spare is not None
-            copy_all([(self._spare, arena)], workers)
-            arena = self._spare
-        self._source = arena
-        return _wire(hash_arena(arena, self._plan, workers, wanted), wanted)
+    def fetch(self, fetch: Fetch, workers: Workers, *, staged: bool) -> bytes:
+        """Hash the bytes, where they lie or as received; returns the digests' wire form.
+
+        They are brought into memory of our own where `staged`, or where an arena cannot be read.
+        """
+        wanted = self._wanted(fetch.version)
+        if self.readers.mapped and not staged:
+            arenas = {rank: self.readers.arena(rank, fetch.slot) for rank in self.readers.by_rank}
+            self._source = (self._moves_direct(), lambda move: arenas[move.rank or 0])
+            return self._hashed(arenas, workers, wanted)
+        self._fill(fetch, workers)
+        assert self._spare is not None
+        spare = self._spare
+        self._source = (self._moves_from_staging(), lambda move: spare)
+        return to_wire(hash_table(spare, self._table_staged(), workers, wanted), wanted)
 
     def keep_staged(self, version: int) -> None:
         """The spare holds `version` now; what was staged before becomes the spare."""
@@ -76,41 +131,301 @@ class Placement:
     def place(self, workers: Workers) -> None:
         """Copy the fetched bytes into live memory."""
         assert self._source is not None
-        self._copy(self._source, workers)
+        self._copy(*self._source, workers)
 
     def place_staged(self, workers: Workers) -> None:
         """Copy the staged version into live memory."""
         assert self._staging is not None
-        self._copy(self._staging, workers)
+        staging = self._staging
+        self._copy(self._moves_from_staging(), lambda move: staging, workers)
 
-    def readback(self, workers: Workers, wanted: Sequence[bool]) -> bytes:
-        """Hash live memory, in the publisher's order; returns the digests' wire form."""
+    def fetch_verified(self, fetch: Fetch, expected: bytes, workers: Workers) -> None:
+        """Bring a decided version into memory of our own; see `place_fetched`."""
+        self._fill(fetch, workers)
+        assert self._spare is not None
+        spare = self._spare
+        slices = {t: spare[s : s + n] for t, s, n in self._kept()}
+        self._verified(fetch, slices, self._expected(fetch.version, expected), workers)
 
-        def fetch(tensor: int) -> memoryview:
-            return self._sink.host_bytes(self._order[tensor])
+    def place_fetched(self, fetch: Fetch, expected: bytes, workers: Workers) -> None:
+        """Fetch a decided version straight into live memory, and compare its digests.
 
-        return _wire(stage(fetch, self._plan, None, workers, wanted), wanted)
+        A bucket that came changed is fetched once more.
 
-    def release(self) -> None:
-        """Let go of every view of the arena."""
-        self._source = self._spare = self._staging = None
+        Args:
+            expected: the source's digests, in wire form.
 
-    def _copy(self, arena: Bytes, workers: Workers) -> None:
-        pairs: list[tuple[Bytes, Bytes]] = []
+        Raises:
+            CorruptionError: it came changed again; live memory is of no version.
+            ProtocolError: there are not as many digests as buckets.
+        """
+        digests = self._expected(fetch.version, expected)
         self._sink.begin()
-        for tensor, (offset, size) in enumerate(
-            zip(self._plan.offsets, self._plan.sizes, strict=True)
-        ):
-            if size == 0:
-                continue
-            data = arena[offset : offset + size]
+        memories: dict[int, Bytes] = {}
+        indirect: list[int] = []
+        for tensor, _, size in self._kept():
             target = self._sink.destination(self._order[tensor])
             if target is None:
-                self._sink.write(self._order[tensor], data.data)
+                indirect.append(tensor)
+                memories[tensor] = np.empty(size, np.uint8)
             else:
-                pairs.append((_writable(target, size), data))
-        copy_all(pairs, workers)
+                memories[tensor] = _writable(target, size)
+        self._bring_verified(fetch, memories, digests, workers)
+        for tensor in indirect:
+            self._sink.write(self._order[tensor], memories[tensor].data)
         self._sink.finish()
+
+    def readback(self, version: int, workers: Workers) -> bytes:
+        """Hash live memory, in the publisher's order; returns the digests' wire form."""
+        wanted = self._wanted(version)
+        loads = [
+            Load(tuple((p.tensor, p.target, 0) for p in bucket.pieces), bucket.nbytes)
+            for bucket in self.plan.buckets
+        ]
+
+        def live(tensor: int) -> Bytes:
+            return as_bytes(self._sink.host_bytes(self._order[tensor]))
+
+        return to_wire(pass_over(live, loads, None, workers, wanted), wanted)
+
+    def release(self) -> None:
+        """Let go of every view of the arenas."""
+        self._source = self._spare = self._staging = None
+
+    # --- fetching
+
+    def _fill(self, fetch: Fetch, workers: Workers) -> None:
+        self.allocate_staging(1)
+        assert self._spare is not None
+        self.readers.fill(
+            self._spare,
+            self._starts,
+            workers,
+            slot=fetch.slot,
+            epoch=fetch.epoch,
+            deadline=fetch.deadline,
+        )
+
+    def _hashed(self, arenas: dict[int, Bytes], workers: Workers, wanted: Sequence[bool]) -> bytes:
+        digests, first = [], 0
+        for rank, buckets in self.readers.by_rank.items():
+            if rank not in self._tables:
+                self._tables[rank] = [merged(p.source for p in b.pieces) for b in buckets]
+            of_rank = wanted[first : first + len(buckets)]
+            first += len(buckets)
+            digests.append(hash_table(arenas[rank], self._tables[rank], workers, of_rank))
+        return to_wire(np.concatenate(digests), wanted) if digests else b""
+
+    def _bring_verified(
+        self,
+        fetch: Fetch,
+        memories: dict[int, Bytes],
+        expected: dict[int, int],
+        workers: Workers,
+    ) -> None:
+        """Fetch and hash some buckets at a time, while they are at hand."""
+        buckets = self.plan.buckets
+        for first in range(0, len(buckets), PLACED_BUCKETS):
+            batch = range(first, min(first + PLACED_BUCKETS, len(buckets)))
+            self._bring(fetch, [buckets[i] for i in batch], memories, workers)
+            some = {i: expected[i] for i in batch if i in expected}
+            self._verified(fetch, memories, some, workers)
+
+    def _verified(
+        self,
+        fetch: Fetch,
+        memories: dict[int, Bytes],
+        expected: dict[int, int],
+        workers: Workers,
+    ) -> None:
+        """Compare digests of what was fetched; fetch what differs once more."""
+        bad = self._differing(memories, expected, workers)
+        if not bad:
+            return
+        self.repeated += len(bad)
+        self._bring(fetch, [self.plan.buckets[i] for i in bad], memories, workers)
+        bad = self._differing(memories, {i: expected[i] for i in bad}, workers)
+        if bad:
+            found = (n for i in bad[:64] for n in self.plan.names_in(self.plan.buckets[i]))
+            names = sorted(set(found))
+            more = " ..." if len(names) > 6 else ""
+            raise CorruptionError(
+                f"{len(bad)} of {len(self.plan.buckets)} buckets came changed twice, in "
+                f"{', '.join(names[:6])}{more}",
+                tensors=names,
+            )
+
+    def _differing(
+        self, memories: dict[int, Bytes], expected: dict[int, int], workers: Workers
+    ) -> list[int]:
+        chosen = list(expected)
+        loads = [
+            Load(tuple((p.tensor, p.target, 0) for p in bucket.pieces), bucket.nbytes)
+            for bucket in (self.plan.buckets[i] for i in chosen)
+        ]
+        found = pass_over(memories.__getitem__, loads, None, workers, [True] * len(loads))
+        return [
+            i for i, digest in zip(chosen, found.tolist(), strict=True) if digest != expected[i]
+        ]
+
+    def _bring(
+        self, fetch: Fetch, buckets: list[Bucket], memories: dict[int, Bytes], workers: Workers
+    ) -> None:
+        self.readers.bring(
+            buckets,
+            memories,
+            workers,
+            slot=fetch.slot,
+            epoch=fetch.epoch,
+            deadline=fetch.deadline,
+        )
+
+    def _expected(self, version: int, wire: bytes) -> dict[int, int]:
+        """The source's digest of each bucket that is to be compared."""
+        wanted, digests = self._wanted(version), from_wire(wire)
+        count = len(wanted) if any(wanted) else 0
+        if digests is None or len(digests) != count:
+            raise ProtocolError(
+                f"the publisher sent {len(wire)} bytes of digests for {count} buckets of 8 bytes"
+            )
+        return {i: digest for i, digest in enumerate(digests.tolist()) if wanted[i]}
+
+    def _wanted(self, version: int) -> list[bool]:
+        return [
+            chosen
+            for rank, buckets in self.readers.by_rank.items()
+            for chosen in wanted_buckets(self._verify, len(buckets), self._run_id, version, rank)
+        ]
+
+    # --- placing
+
+    def _copy(self, moves: list[Moves], memory: Callable[[Move], Bytes], workers: Workers) -> None:
+        """Copy moves into the sink's live memory, or hand it what it writes itself."""
+        pairs: list[tuple[Bytes, Bytes]] = []
+        strided: list[tuple[Bytes, Move]] = []
+        self._sink.begin()
+        for tensor, size, parts in moves:
+            target = self._sink.destination(self._order[tensor])
+            if target is None:
+                self._sink.write(self._order[tensor], _gathered(parts, size, memory).data)
+                continue
+            live = _writable(target, size)
+            for move in parts:
+                if move.source.steps or move.target.steps:
+                    strided.append((live, move))
+                    continue
+                (a, n, _), b = move.source, move.target.offset
+                pairs.append((live[b : b + n], memory(move)[a : a + n]))
+        copy_all(pairs, workers)
+
+        def one(k: int) -> None:
+            live, move = strided[k]
+            copy_span(live, move.target, memory(move), move.source)
+
+        workers.map(one, len(strided), sum(move.source.nbytes for _, move in strided))
+        self._sink.finish()
+
+    def _kept(self) -> Iterator[tuple[int, int, int]]:
+        """Tensor, where it begins in staging memory, and bytes, of all of which any are kept."""
+        for tensor, (start, size) in enumerate(zip(self._starts, self._sizes, strict=True)):
+            if size:
+                yield tensor, start, size
+
+    def _moves_direct(self) -> list[Moves]:
+        """For each tensor, how it is copied from arenas."""
+        if self._moves is None:
+            found: dict[int, list[Move]] = {}
+            for piece in (p for bucket in self.plan.buckets for p in bucket.pieces):
+                move = Move(piece.rank, piece.source, piece.target)
+                moves = found.setdefault(piece.tensor, [])
+                joint = _joint(moves[-1], move) if moves else None
+                if joint is None:
+                    moves.append(move)
+                else:
+                    moves[-1] = joint
+            self._moves = [Moves(t, n, found[t]) for t, _, n in self._kept()]
+        return self._moves
+
+    def _moves_from_staging(self) -> list[Moves]:
+        if self._moves_staged is None:
+            self._moves_staged = [
+                Moves(t, n, [Move(None, Span(start, n), Span(0, n))])
+                for t, start, n in self._kept()
+            ]
+        return self._moves_staged
+
+    def _table_staged(self) -> Table:
+        if -1 not in self._tables:
+            self._tables[-1] = [
+                merged(shifted(p.target, self._starts[p.tensor]) for p in bucket.pieces)
+                for bucket in self.plan.buckets
+            ]
+        return self._tables[-1]
+
+
+class Moves(NamedTuple):
+    """All moves of one tensor, of which `nbytes` are kept."""
+
+    tensor: int
+    nbytes: int
+    parts: list[Move]
+
+
+def needs_of(sink: WeightSink, needs: Manifest, published: Manifest) -> Needs | None:
+    """What a sink keeps of each published tensor; None: everything.
+
+    Raises:
+        NeedsError: its regions are not inside the tensors, or too many or few.
+    """
+    if not isinstance(sink, RegionSink):
+        return None
+    regions = list(sink.regions())
+    order = _match(published, needs)
+    if len(regions) != len(needs.unique):
+        return Needs.of(published, regions)  # which says what is wrong
+    found = Needs.of(published, [regions[i] for i in order])
+    return None if found == Needs.whole(published) else found
+
+
+def kept_bytes(plan: TransferPlan) -> list[int]:
+    """Bytes kept of each unique tensor."""
+    kinds, which = plan.manifest.kinds
+    elements = [math.prod(region.sizes) for region in plan.needs.regions]
+    return [
+        elements[n] * kinds[kind].itemsize if n >= 0 else 0
+        for kind, n in zip(which, plan.needs.which.tolist(), strict=True)
+    ]
+
+
+def _laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each tensor begins in memory of our own, and how much that is."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def _joint(one: Move, other: Move) -> Move | None:
+    """Two moves as one, where the second goes on where the first ends on both sides."""
+    a, b = one.source, one.target
+    if a.steps or b.steps or other.source.steps or other.target.steps or one.rank != other.rank:
+        return None
+    if a.offset + a.run != other.source.offset or b.offset + b.run != other.target.offset:
+        return None
+    run = a.run + other.source.run
+    return Move(one.rank, Span(a.offset, run), Span(b.offset, run))
+
+
+def _gathered(moves: Sequence[Move], nbytes: int, memory: Callable[[Move], Bytes]) -> Bytes:
+    """One tensor's bytes one after another; a view where they lie so."""
+    if len(moves) == 1 and not moves[0].source.steps and not moves[0].target.steps:
+        start = moves[0].source.offset
+        return memory(moves[0])[start : start + nbytes]
+    out = np.empty(nbytes, np.uint8)
+    for move in moves:
+        copy_span(out, move.target, memory(move), move.source)
+    return out
 
 
 def _match(published: Manifest, needed: Manifest) -> list[int]:
@@ -128,7 +443,3 @@ def _writable(target: memoryview, size: int) -> Bytes:
             "are needed: its shape changed after subscribe_weights"
         )
     return data
-
-
-def _wire(digests: Digests, wanted: Sequence[bool]) -> bytes:
-    return digests.astype("<u8").tobytes() if any(wanted) else b""

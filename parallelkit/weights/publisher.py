@@ -14,14 +14,14 @@ from parallelkit.errors import (
     GroupError,
     NoBackendError,
     NotInitializedError,
-    PeerLostError,
+    ParallelKitError,
     RankMismatchError,
     StateError,
     UnsupportedFeatureError,
     WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
-from parallelkit.weights.collective import agree, pack_error, unpack_error
+from parallelkit.weights.collective import Crew, Message, agree, pack_error, unpack_error
 from parallelkit.weights.coordinator import (
     TICKET_SECONDS,
     Coordinator,
@@ -30,13 +30,14 @@ from parallelkit.weights.coordinator import (
     next_version,
 )
 from parallelkit.weights.endpoint import check_timeout
+from parallelkit.weights.exports import explain_exports, exporting_ranks
 from parallelkit.weights.members import Member
-from parallelkit.weights.parcels import explain_parts
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
+from parallelkit.weights.worker import Worker
 
 VERIFY: Final = ("digest", "readback", "sample", "off")
-COMMIT: Final = ("auto", "staged")
+COMMIT: Final = ("auto", "staged", "in_place")
 #: What the other ranks wait for rank 0 beyond the deadline of its work, in seconds.
 _GRACE_SECONDS: Final = 10.0
 
@@ -65,11 +66,14 @@ def publish_weights(
     Args:
         model: an `nn.Module` (wrapped or compiled: plain names are published), whatever a plugin
             knows, or a `WeightSource`.
-        transport: `"auto"`, or a name from `parallelkit doctor`, such as `"shm"`.
-        commit: `"auto"` or `"staged"`: bytes are complete and verified before the first live
-            byte is written.
-        verify: `"digest"` hashes every block at the source and as received; `"readback"` hashes
-            live memory too, after placement; `"sample"` a sixteenth of the blocks; `"off"`.
+        transport: `"auto"`: each member gets what reaches it at the least cost; or a name from
+            `parallelkit doctor`, such as `"shm"` or `"tcp"`, for all.
+        commit: `"staged"`: bytes are complete and verified before the first live byte is written.
+            `"in_place"`: nothing is fetched before the decision; then members read straight into
+            live memory and compare digests, which needs no memory besides. What comes changed is
+            fetched once more, and then that member is quarantined. `"auto"` is staged.
+        verify: `"digest"` hashes every bucket at the source and as received; `"readback"` hashes
+            live memory too, after placement; `"sample"` a sixteenth of the buckets; `"off"`.
         endpoint: address of the control channel, `"address:port"`; port 0 takes a free one. Default
             loopback. Addresses that mean all interfaces are refused.
         timeout: seconds for each half of an update (until the decision, and after it), for joining,
@@ -79,7 +83,8 @@ def publish_weights(
             them new storage later, and do not change them while `update` runs. Not for a model
             that is spread over ranks.
         group: the trainer's ranks; default the current group, or none.
-        options: for the transport; `named=True` makes `shm` use a named segment.
+        options: for transports; `named=True` makes `shm` use a named segment, `encrypt=False`
+            lets `tcp` send bytes in the clear, with keyed hashes.
 
     Raises:
         NoBackendError: no plugin knows the model's type.
@@ -100,23 +105,25 @@ def publish_weights(
         raise GroupError(f"group is a {type(group).__qualname__}; it is a process group, or None")
     settings = Settings(
         transport=transport,
+        commit="staged" if commit == "auto" else commit,
         verify=verify,
         aliased=aliased,
+        keep_last=False,
         timeout=timeout,
         endpoint=endpoint,
         options=options,
     )
     source: WeightSource | None = None
-    plan: TransferPlan | None = None
     problem: Exception | None = None
     try:
         _check_choice("verify", verify, VERIFY)
         _check_choice("commit", commit, COMMIT)
         check_timeout(timeout)
         source = _source_of(model)
-        plan = None if isinstance(source, ShardedSource) else plan_transfer(source.manifest())
-        what = "a model in parts" if plan is None else f"model {plan.digest.hex()[:12]}"
-        mine = f"{what}, {transport}, verify {verify}, {timeout:g} s"
+        what = "a model in parts"
+        if not isinstance(source, ShardedSource):
+            what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
+        mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:
@@ -125,9 +132,7 @@ def publish_weights(
         raise problem or WeightTransferError("nothing to publish")
     if isinstance(source, ShardedSource):
         source.join(group)
-        plan = plan_transfer(source.manifest())
-    assert plan is not None
-    return WeightPublisher(source, plan, settings, group)
+    return WeightPublisher(source, settings, group)
 
 
 class WeightPublisher:
@@ -139,23 +144,26 @@ class WeightPublisher:
     def __init__(
         self,
         source: WeightSource,
-        plan: TransferPlan,
         settings: Settings,
         group: ProcessGroup | None,
     ) -> None:
-        self._group = group if group is not None and group.world_size > 1 else None
-        self._rank = group.rank if group is not None else 0
         self._settings = settings
         self._sharded = source if isinstance(source, ShardedSource) else None
-        self._plan = plan
+        self._plan = plan_transfer(source.manifest())
+        self._crew = Crew(group, self._exporters(group))
+        self._rank = self._crew.rank
         self._version = 0
         self._closed = False
         self._busy = False
         self._pid = os.getpid()
         self._tickets: list[tuple[str, int]] = []
         self._coordinator: Coordinator | None = None
+        self._worker: Worker | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._collectively(lambda: self._open(source, plan), settings.timeout)
+        if self._rank:
+            self._worker = Worker(source, self._crew, settings.options)
+            self._finalizer = weakref.finalize(self, _drop, self._worker, self._pid)
+        self._collectively(lambda: self._open(source), settings.timeout)
 
     @property
     def version(self) -> int:
@@ -164,7 +172,7 @@ class WeightPublisher:
 
     @property
     def plan(self) -> TransferPlan:
-        """The layout that every member computed too."""
+        """What moves to a member that keeps everything."""
         return self._plan
 
     @property
@@ -243,12 +251,12 @@ class WeightPublisher:
             raise StateError("update() inside update(): one update at a time")
         self._busy = True
         try:
-            if self._group is not None:
-                self._group.barrier(timeout=self._settings.timeout)
+            if self._crew.group is not None:
+                self._crew.group.barrier(timeout=self._settings.timeout)
             if self._sharded is not None:
                 self._sharded.look()
             limit = 2 * self._settings.timeout
-            report = self._collectively(lambda: self._update(version), limit, self._sharded)
+            report = self._collectively(lambda: self._update(version), limit)
         finally:
             self._busy = False
             if self._closed:
@@ -295,16 +303,13 @@ class WeightPublisher:
         manifest = self._plan.manifest
         lines = [
             f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB in "
-            f"{self._plan.blocks} blocks; version {self._version}; verify {self._settings.verify}"
+            f"{len(self._plan.buckets)} buckets; version {self._version}; commit "
+            f"{self._settings.commit}; verify {self._settings.verify}"
         ]
-        lines += explain_parts(manifest)
+        lines += explain_exports(manifest)
         if self._coordinator is None:
-            return "\n".join([*lines, f"rank {self._rank}: rank 0 serves"])
-        chosen = self._coordinator.choice
-        lines.append(f"transport {chosen.name}: {chosen.reason}")
-        lines += [
-            f"  not {c.name}: {c.reason}" for c in self._coordinator.candidates if c is not chosen
-        ]
+            return "\n".join([*lines, f"this is rank {self._rank}; rank 0 coordinates"])
+        lines += self._coordinator.routes.explain()
         lines.append(f"control channel at {self._coordinator.server.endpoint}")
         lines += [
             f"  {x.name}: {x.state}, version {x.version}" + (f" ({x.reason})" if x.reason else "")
@@ -333,6 +338,8 @@ class WeightPublisher:
             self._finalizer.detach()
         if self._coordinator is not None:
             self._coordinator.close(reason)
+        if self._worker is not None:
+            self._worker.close()
 
     def __enter__(self) -> WeightPublisher:
         return self
@@ -340,8 +347,24 @@ class WeightPublisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _open(self, source: WeightSource, plan: TransferPlan) -> None:
-        self._coordinator = Coordinator(source, plan, self._settings)
+    def _exporters(self, group: ProcessGroup | None) -> list[int]:
+        """The ranks that hand parts out.
+
+        Raises:
+            RankMismatchError: the model is spread over more ranks than there are.
+        """
+        manifest = self._plan.manifest
+        world = group.world_size if group is not None else 1
+        if manifest.mesh is not None and manifest.mesh.size > world:
+            raise RankMismatchError(
+                f"the model is spread over {manifest.mesh.size} ranks "
+                f"({manifest.mesh.describe()}), and the publisher has {world}: every rank that "
+                "holds a part calls publish_weights, with the group of them all"
+            )
+        return exporting_ranks(manifest)
+
+    def _open(self, source: WeightSource) -> None:
+        self._coordinator = Coordinator(source, self._plan.manifest, self._settings, self._crew)
         self._finalizer = weakref.finalize(self, _abandon, self._coordinator, self._pid)
 
     def _update(self, asked: int | None) -> TransferReport:
@@ -351,50 +374,47 @@ class WeightPublisher:
         finally:
             self._version = self._coordinator.version
 
-    def _collectively(
-        self, work: Callable[[], T], seconds: float, sharded: ShardedSource | None = None
-    ) -> T:
+    def _collectively(self, work: Callable[[], T], seconds: float) -> T:
         """Do `work` on rank 0 and give its outcome, report or error, to every rank.
 
-        The others wait `seconds`, what the work may take, and some grace; where rank 0 needs
-        their parts of the model, they hand them out meanwhile.
+        The others wait `seconds`, what the work may take, and some grace; meanwhile they do what
+        rank 0 asks of those that hand parts out.
         """
-        if self._group is None:
+        if self._crew.group is None:
             return work()
         if self._rank == 0:
-            whole = True
-            try:
-                try:
-                    result = work()
-                finally:
-                    whole = sharded is None or sharded.dismiss()
-            except Exception as error:
-                if whole:  # else the others know, and there is nothing to tell them by
-                    self._group.broadcast_object(pack_error(error) | {"version": self._version})
-                raise
-            packed = result.to_dict() if isinstance(result, TransferReport) else None
-            self._group.broadcast_object({"report": packed, "version": self._version})
-            return result
-        limit = seconds + _GRACE_SECONDS
-        if sharded is not None:
-            sharded.serve(limit)
-        try:
-            outcome = self._group.broadcast_object(None, timeout=limit)
-        except CollectiveError as error:
-            raise PeerLostError(f"publisher rank 0 is gone: {error}", peers=["rank 0"]) from error
-        if not isinstance(outcome, dict) or "version" not in outcome:
-            raise RankMismatchError(
-                "the ranks are out of step: rank 0 is in another call than this rank. Every rank "
-                "makes the same calls of publish_weights, wait and update, in the same order"
-            )
+            return self._lead(work)
+        assert self._worker is not None
+        outcome, problem = self._worker.follow(seconds + _GRACE_SECONDS)
         version = outcome["version"]
         self._version = version if isinstance(version, int) else self._version
         if "error" in outcome:
-            raise unpack_error(outcome)
+            raise problem or unpack_error(outcome)
         told = outcome["report"]
         if not isinstance(told, dict):
             return None  # type: ignore[return-value]
         return report_from_dict(told)  # type: ignore[return-value]
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        try:
+            result = work()
+        except Exception as error:
+            if not self._crew.broken:  # else the others know, and there is nothing to tell them by
+                self._crew.tell(pack_error(error) | self._standing())
+            raise
+        packed = result.to_dict() if isinstance(result, TransferReport) else None
+        try:
+            self._crew.tell({"report": packed} | self._standing())
+        except (CollectiveError, ParallelKitError) as error:
+            if packed is not None:
+                error.add_note(f"version {self._version} was committed all the same")
+            raise
+        return result
+
+    def _standing(self) -> Message:
+        """Where rank 0 is, for the others to be there too."""
+        epoch = self._coordinator.epoch if self._coordinator is not None else 0
+        return {"version": self._version, "epoch": epoch}
 
     def _here(self, what: str) -> Coordinator:
         self._check_open(what)
@@ -436,6 +456,11 @@ def _current_group() -> ProcessGroup | None:
 def _abandon(coordinator: Coordinator, pid: int) -> None:
     if pid == os.getpid():
         coordinator.close("the publisher was dropped, or its process ended")
+
+
+def _drop(worker: Worker, pid: int) -> None:
+    if pid == os.getpid():
+        worker.close()
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -22,6 +22,9 @@ class MemberReport:
         prepare_seconds: fetching and hashing, by its own clock.
         pause_seconds: how long its live memory was being written; 0 when staged.
         reason: of a quarantine or loss.
+        transport: how its bytes came: `shm`, `tcp`, or `shm+tcp` from several ranks.
+        sources: pairs of a publisher rank and the bytes that it got from there.
+        repeated: buckets that it had to fetch a second time, in place.
     """
 
     name: str
@@ -30,6 +33,14 @@ class MemberReport:
     prepare_seconds: float = 0.0
     pause_seconds: float = 0.0
     reason: str = ""
+    transport: str = ""
+    sources: tuple[tuple[int, int], ...] = ()
+    repeated: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it got: those of what it keeps, each once."""
+        return sum(nbytes for _, nbytes in self.sources)
 
 
 @attrs.frozen(kw_only=True)
@@ -41,14 +52,13 @@ class TransferReport:
         nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
         transport, verify: as used.
         verified: what the digests covered, in words.
-        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage` (or `gather` and
-            `digest`), `ready`, `digest`, `verify`, `commit`.
+        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage`, `meet` (waiting
+            for the other ranks of the publisher), `ready`, `digest`, `verify`, `commit`.
         started_at: Unix time of the start, in seconds.
         members: every member that took part.
-        changed_ratio: share of the bytes in blocks whose digest differs from the last committed
+        changed_ratio: share of the bytes in buckets whose digest differs from the last committed
             version's; None without full digests or a version before.
         notes: anything the reader should know.
-        gathered_bytes: of `nbytes`, what rank 0 got from other ranks of the trainer.
     """
 
     version: int
@@ -62,7 +72,11 @@ class TransferReport:
     members: tuple[MemberReport, ...] = ()
     changed_ratio: float | None = None
     notes: tuple[str, ...] = ()
-    gathered_bytes: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that went to members, of all together: what they keep, and nothing else."""
+        return sum(member.nbytes for member in self.members)
 
     @property
     def seconds(self) -> float:
@@ -87,7 +101,11 @@ class TransferReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, derived ones included."""
         return attrs.asdict(self) | {
-            "members": [attrs.asdict(member) for member in self.members],
+            "members": [
+                attrs.asdict(m) | {"sources": [list(pair) for pair in m.sources]}
+                for m in self.members
+            ],
+            "moved_bytes": self.moved_bytes,
             "notes": list(self.notes),
             "seconds": self.seconds,
             "gigabytes_per_second": self.gigabytes_per_second,
@@ -116,16 +134,15 @@ class TransferReport:
 
     def __str__(self) -> str:
         changed = "" if self.changed_ratio is None else f", {self.changed_ratio:.0%} changed"
-        gathered = f" ({self.gathered_bytes / 1e6:.1f} MB gathered)" if self.gathered_bytes else ""
         lines = [
-            f"version {self.version}: {self.nbytes / 1e6:.1f} MB{gathered} in {self.tensors} "
+            f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} "
             f"tensors, {self.seconds * 1e3:.1f} ms ({self.gigabytes_per_second:.2f} GB/s) by "
             f"{self.transport}{changed}; {self.verified}",
             "  " + "  ".join(f"{name} {s * 1e3:.1f} ms" for name, s in self.phases.items()),
         ]
         lines += [
             f"  {member.name}: {member.state}, version {member.version}, "
-            f"pause {member.pause_seconds * 1e3:.1f} ms"
+            f"pause {member.pause_seconds * 1e3:.1f} ms{_where_from(member)}"
             + (f" ({member.reason})" if member.reason else "")
             for member in self.members
         ]
@@ -136,9 +153,26 @@ def report_from_dict(data: dict[str, Any]) -> TransferReport:
     """Rebuild a report from `to_dict`, as trainer ranks other than 0 receive it."""
     names = {a.name for a in attrs.fields(TransferReport)}
     fields = {name: value for name, value in data.items() if name in names}
-    fields["members"] = tuple(MemberReport(**member) for member in fields["members"])
+    fields["members"] = tuple(
+        MemberReport(**member | {"sources": tuple(tuple(pair) for pair in member["sources"])})
+        for member in fields["members"]
+    )
     fields["notes"] = tuple(fields["notes"])
     return TransferReport(**fields)
+
+
+def _where_from(member: MemberReport) -> str:
+    """`, 12.5 MB by tcp from ranks 0-3`: said unless everything is rank 0's."""
+    ranks = [rank for rank, _ in member.sources]
+    if not ranks or ranks == [0]:
+        return f", by {member.transport}" if member.transport not in ("", "shm") else ""
+    apart = len(ranks) != ranks[-1] - ranks[0] + 1
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    text = listed if apart else f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+    return (
+        f", {member.nbytes / 1e6:.1f} MB by {member.transport} from "
+        f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    )
 
 
 def _event(name: str, start: float, seconds: float, thread: int) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """The `shm` transport: one sealed segment, its descriptor passed over a Unix socket.
 
-The socket is abstract (no file, so no orphan), its name and a key for each connection are random
-and travel over the encrypted control channel; the peer must run as the same user. A descriptor is
-handed out once for each key.
+The socket is abstract (no file, so no orphan), its name is random and travels over the encrypted
+control channel, as does a pass for each connection; the peer must run as the same user. A
+descriptor is handed out once for each pass.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import hmac
 import os
 import secrets
 import socket
@@ -17,27 +16,31 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from parallelkit.errors import ProtocolError, TransportError
 from parallelkit.specs import TransportCandidate, TransportRequest
+from parallelkit.weights.buckets import as_bytes
+from parallelkit.weights.passes import PASS_BYTES, Passes
+from parallelkit.weights.pulls import check_pull
+from parallelkit.weights.regions import Bytes, Span, view
 from parallelkit.weights.segments import SHM_DIR, Segment, sweep_orphans
 
 NAME = "shm"
 SECONDS_PER_GB = 0.12
-_KEY_BYTES = 32
 _SOCKET_SECONDS = 10.0
 _RETRY_SECONDS = 0.05
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the subscriber needs: a socket and a key, or a path."""
+    """Where the segment is: behind a socket, for a pass, or at a path."""
 
     nbytes: int
     socket: str = ""
-    key: bytes = b""
     path: str = ""
 
 
@@ -57,21 +60,25 @@ def candidate(request: TransportRequest) -> TransportCandidate:
 
 
 class ShmPublisher:
-    """The publisher's end. A daemon thread hands descriptors to peers with a key."""
+    """The end of one publisher rank. A daemon thread hands descriptors to peers with a pass."""
 
     name = NAME
 
-    def __init__(self, nbytes: int, *, named: bool = False) -> None:
+    def __init__(self, nbytes: int, *, secret: bytes, rank: int = 0, named: bool = False) -> None:
         """Allocate the segment, after removing what dead processes of this user left.
 
         Args:
             nbytes: size of the arena.
+            secret: what passes are made from; shared by the publisher's ranks.
+            rank: whose passes work here.
             named: use a named segment even though descriptors can be passed.
+
+        Raises:
+            TransportError: there is not enough memory.
         """
+        self._passes = Passes(secret, rank)
         sweep_orphans()
         self._segment = Segment.create(nbytes, named=named)
-        self._keys: set[bytes] = set()
-        self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._closing = False
         if self._segment.path is None:
@@ -97,14 +104,11 @@ class ShmPublisher:
         return self._segment.epoch
 
     def offer(self) -> bytes:
-        """A fresh key for one connection."""
+        """Where the segment is; always the same."""
         if self._segment.path is not None:
             offer = _Offer(self._segment.nbytes, path=str(self._segment.path))
         else:
-            key = secrets.token_bytes(_KEY_BYTES)
-            with self._lock:
-                self._keys.add(key)
-            offer = _Offer(self._segment.nbytes, socket=self._address[1:], key=key)
+            offer = _Offer(self._segment.nbytes, socket=self._address[1:])
         return msgspec.msgpack.encode(offer)
 
     def close(self) -> None:
@@ -131,23 +135,21 @@ class ShmPublisher:
                 peer.settimeout(1.0)  # one slow peer must not keep the others waiting
                 credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 uid = struct.unpack("3i", credentials)[1]
-                if uid == os.geteuid() and self._redeem(peer.recv(_KEY_BYTES)):
+                # A byte more than a pass has, so that a longer message is none.
+                if uid == os.geteuid() and self._passes.redeem(peer.recv(PASS_BYTES + 1)):
                     socket.send_fds(peer, [b"1"], [self._segment.fd])
-
-    def _redeem(self, key: bytes) -> bool:
-        with self._lock:
-            found = [k for k in self._keys if hmac.compare_digest(k, key)]
-            self._keys.difference_update(found)
-        return bool(found)
 
 
 class ShmSubscriber:
-    """The subscriber's end: the publisher's segment, mapped for reading."""
+    """A member's end: the segment of one publisher rank, mapped for reading."""
 
     name = NAME
 
-    def __init__(self, offer: bytes) -> None:
+    def __init__(self, offer: bytes, key: bytes) -> None:
         """Fetch the descriptor and map it.
+
+        Args:
+            offer: what the rank's `offer` gave; key: a pass for it.
 
         Raises:
             ProtocolError: the offer is malformed.
@@ -159,27 +161,44 @@ class ShmSubscriber:
             raise ProtocolError(f"the shm offer is malformed: {error}") from error
         if facts.nbytes <= 0:
             raise ProtocolError(f"the shm offer is for {facts.nbytes} bytes")
-        fd = _open_named(facts.path) if facts.path else _fetch(facts)
+        fd = _open_named(facts.path) if facts.path else _fetch(facts, key)
         self._segment = Segment.attach(fd, facts.nbytes, sealed=not facts.path)
 
     @property
-    def buffer(self) -> memoryview:
+    def memory(self) -> memoryview:
         return self._segment.arena
 
-    @property
-    def epoch(self) -> int:
+    def pull(
+        self, spans: Sequence[Span], into: Sequence[Bytes], *, epoch: int, deadline: float
+    ) -> None:
+        arena = as_bytes(self._segment.arena)
+        check_pull(spans, into, len(arena))
+        self._check_epoch(epoch)
+        for span, target in zip(spans, into, strict=True):
+            source = view(arena, span)
+            np.copyto(target.reshape(source.shape), source)
+        self._check_epoch(epoch)
+
+    def epoch(self, *, deadline: float) -> int:
         return self._segment.epoch
+
+    def _check_epoch(self, epoch: int) -> None:
+        if self._segment.epoch != epoch:
+            raise TransportError(
+                f"the publisher is at epoch {self._segment.epoch}, and these bytes were of epoch "
+                f"{epoch}: it went on"
+            )
 
     def close(self) -> None:
         self._segment.close()
 
 
-def _fetch(offer: _Offer) -> int:
+def _fetch(offer: _Offer, key: bytes) -> int:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.settimeout(_SOCKET_SECONDS)
             peer.connect("\0" + offer.socket)
-            peer.send(offer.key)
+            peer.send(key)
             data, ancillary, *_ = peer.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
     except (OSError, ValueError) as error:
         raise TransportError(f"cannot reach the publisher's shm socket: {error}") from error

@@ -19,18 +19,15 @@ from parallelkit.errors import (
     ProtocolError,
     QuarantinedError,
     StateError,
-    TransportError,
     UpdateAbortedError,
     UpdateTimeoutError,
     WeightTransferError,
     WrongThreadError,
 )
-from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights import messages as m
-from parallelkit.weights.blocks import Workers, wanted_blocks
+from parallelkit.weights.buckets import Workers
 from parallelkit.weights.client import ControlClient
-from parallelkit.weights.placement import Placement
-from parallelkit.weights.plan import TransferPlan
+from parallelkit.weights.placement import Fetch, Placement
 
 #: Name of the thread that `serve` starts: it touches no framework, nor may a sink called in it.
 SERVE_THREAD: Final = "parallelkit-subscriber"
@@ -45,7 +42,13 @@ class _Round:
 
     version: int
     epoch: int
+    slot: int
     timeout: float
+
+    def fetch(self) -> Fetch:
+        """What its bytes are fetched by, from now on."""
+        deadline = time.monotonic() + self.timeout
+        return Fetch(self.version, self.epoch, self.slot, deadline)
 
 
 class WeightSubscriber:
@@ -59,19 +62,16 @@ class WeightSubscriber:
         self,
         client: ControlClient,
         welcome: m.Welcome,
-        plan: TransferPlan,
         placement: Placement,
-        transport: SubscriberTransport,
     ) -> None:
         self.name = welcome.name
-        self.plan = plan
+        self.plan = placement.plan
         self._client = client
         self._session = welcome.session
-        self._run_id = welcome.run_id
         self._verify = welcome.verify
+        self._in_place = welcome.commit == "in_place"
         self._timeout = welcome.timeout
         self._placement = placement
-        self._transport = transport
         self._workers = Workers()
         self._version = 0
         self._doubt = ""  # the outcome of an update is unknown, or its bytes never came
@@ -214,7 +214,7 @@ class WeightSubscriber:
             self._client.send(m.Leave(session=self._session))
         self._client.close()
         self._placement.release()
-        self._transport.close()
+        self._placement.readers.close()
         self._workers.close()
 
     def __enter__(self) -> WeightSubscriber:
@@ -232,7 +232,8 @@ class WeightSubscriber:
             if message is None:
                 return None
             if isinstance(message, m.Begin):
-                return _Round(message.version, message.epoch, min(message.timeout, 86400.0))
+                seconds = min(message.timeout, 86400.0)
+                return _Round(message.version, message.epoch, message.slot, seconds)
             self._refuse_close(message)
             # Anything else belongs to an update that we are no longer in.
 
@@ -251,9 +252,9 @@ class WeightSubscriber:
             self._await(update, m.Transfer, "transfer")
             phase = "transfer"
             started = time.monotonic()
-            digests = self._placement.fetch(
-                self._transport, self._workers, self._wanted(update.version), staged=staged
-            )
+            digests = b""
+            if not self._in_place:
+                digests = self._placement.fetch(update.fetch(), self._workers, staged=staged)
             self._check_epoch(update)
             self._phase("transfer")
             seconds = time.monotonic() - started
@@ -267,10 +268,10 @@ class WeightSubscriber:
         try:
             self._client.send(self._answer(m.Prepared, update, digests=digests, seconds=seconds))
             self._phase("prepared")
-            self._await(update, m.Commit, "decision")
+            commit = self._await(update, m.Commit, "decision")
             decided = True
             self._phase("commit")
-            ack = self._place(update, staged=staged)
+            ack = self._place(update, commit.digests, staged=staged)
         except UpdateAbortedError:
             raise
         except BaseException as error:
@@ -294,11 +295,19 @@ class WeightSubscriber:
             raise QuarantinedError(self._doubt) from error
         error.add_note(f"this subscriber is quarantined: {self._doubt}")
 
-    def _place(self, update: _Round, *, staged: bool) -> m.Committed:
-        """Put the fetched bytes in place (or keep them); returns the acknowledgement to send."""
+    def _place(self, update: _Round, expected: bytes, *, staged: bool) -> m.Committed:
+        """Put the bytes in place (or keep them), in place after fetching them now.
+
+        Returns:
+            The acknowledgement to send.
+        """
         pause, readback = 0.0, b""
+        self._placement.repeated = 0
         self._check_epoch(update)
         if staged:
+            if self._in_place:
+                self._placement.fetch_verified(update.fetch(), expected, self._workers)
+                self._check_epoch(update)
             with self._staged:
                 self._placement.keep_staged(update.version)
                 self._doubt = ""
@@ -306,15 +315,23 @@ class WeightSubscriber:
         else:
             started = time.monotonic()
             self._torn = f"version {update.version} is half in place"
-            self._placement.place(self._workers)
+            if self._in_place:
+                self._placement.place_fetched(update.fetch(), expected, self._workers)
+            else:
+                self._placement.place(self._workers)
             self._check_epoch(update)
             pause = time.monotonic() - started
             if self._verify == "readback":
-                readback = self._placement.readback(self._workers, self._wanted(update.version))
+                readback = self._placement.readback(update.version, self._workers)
             self._doubt = self._torn = ""
             self._version = update.version
         answer: m.Committed = self._answer(
-            m.Committed, update, readback=readback, pause=pause, staged=staged
+            m.Committed,
+            update,
+            readback=readback,
+            pause=pause,
+            staged=staged,
+            repeated=self._placement.repeated,
         )
         return answer
 
@@ -374,7 +391,7 @@ class WeightSubscriber:
             self._error = error
             self._staged.notify_all()
 
-    def _await(self, update: _Round, kind: type[Any], what: str) -> None:
+    def _await(self, update: _Round, kind: type[Any], what: str) -> Any:
         """Wait for one message of this update."""
         deadline = time.monotonic() + update.timeout + _GRACE_SECONDS
         while True:
@@ -394,7 +411,7 @@ class WeightSubscriber:
                     f"{self._version} stays"
                 )
             if isinstance(message, kind):
-                return
+                return message
             raise ProtocolError(f"{type(message).__name__} while waiting for the {what}")
 
     def _answer(self, kind: type[Any], update: _Round, **fields: Any) -> Any:
@@ -407,14 +424,8 @@ class WeightSubscriber:
             self._client.send(failed)
 
     def _check_epoch(self, update: _Round) -> None:
-        if self._transport.epoch != update.epoch:
-            raise TransportError(
-                f"the publisher went on without this subscriber (epoch {self._transport.epoch} "
-                f"instead of {update.epoch}): it came too late for version {update.version}"
-            )
-
-    def _wanted(self, version: int) -> list[bool]:
-        return wanted_blocks(self._verify, self.plan, self._run_id, version)
+        deadline = time.monotonic() + update.timeout
+        self._placement.readers.check_epoch(update.epoch, update.version, deadline)
 
     def _refuse_close(self, message: Any) -> None:
         if isinstance(message, m.Close):

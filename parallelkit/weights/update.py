@@ -5,16 +5,17 @@ transfer -> prepared    every member holds the bytes     everyone aborts and sta
 ---- decision ----
 commit   -> committed   every member has them in place   failure here: that member is
                                                          quarantined (or lost), by name
+
+In place, `prepared` means that a member is ready to fetch, which it does after the decision.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import numpy as np
 
 from parallelkit.errors import (
     CorruptionError,
@@ -25,11 +26,11 @@ from parallelkit.errors import (
     WeightTransferError,
 )
 from parallelkit.weights import messages as m
-from parallelkit.weights.blocks import Digests
 from parallelkit.weights.control import ControlServer, Lost, Stop
 from parallelkit.weights.members import Member, Members
-from parallelkit.weights.plan import TransferPlan
+from parallelkit.weights.needs import Needs
 from parallelkit.weights.report import MemberReport
+from parallelkit.weights.truth import Truth
 
 
 @attrs.define(eq=False)
@@ -38,7 +39,9 @@ class Update:
 
     Attributes:
         version, epoch: sent with every message; answers of another epoch are ignored.
+        slot: which part of the arenas the bytes are in.
         members: who takes part, fixed at begin.
+        in_place: whether members fetch after the decision.
         deadline: monotonic seconds by which the decision must fall.
         timeout: seconds for the commit, after the decision.
         phases: seconds by phase, filled in as they end.
@@ -46,11 +49,12 @@ class Update:
 
     server: ControlServer
     table: Members
-    plan: TransferPlan
     version: int
     epoch: int
+    slot: int
     members: list[Member]
     timeout: float
+    in_place: bool = False
     phases: dict[str, float] = attrs.field(factory=dict)
     deadline: float = attrs.field(init=False)
     prepared: dict[bytes, m.Prepared] = attrs.field(factory=dict, init=False)
@@ -69,7 +73,9 @@ class Update:
     def begin(self) -> None:
         """Tell every member; does not wait."""
         self.table.inbox.clear()
-        self._tell(m.Begin(version=self.version, epoch=self.epoch, timeout=self.timeout))
+        self._tell(
+            m.Begin(version=self.version, epoch=self.epoch, slot=self.slot, timeout=self.timeout)
+        )
 
     def wait_ready(self) -> None:
         """Wait until every member takes part, or raise before the decision."""
@@ -84,29 +90,23 @@ class Update:
         answers = self._collect(m.Prepared, "transfer", "fetch and verify the bytes")
         self.prepared = answers
 
-    def compare(self, source: Digests, wanted: Sequence[bool]) -> None:
-        """Compare every member's digests with the source's, or raise before the decision."""
-        mask = np.array(wanted, bool)
+    def compare(self, truths: Mapping[Needs, Truth]) -> None:
+        """Compare every member's digests with the source's, or raise before the decision.
+
+        In place there is nothing to compare yet.
+        """
+        if self.in_place:
+            return
         failures: dict[str, str] = {}
-        tensors: list[str] = []
+        tensors: set[str] = set()
         for member in self.members:
-            message = self.prepared[member.route]
-            theirs = np.frombuffer(message.digests, "<u8") if message.digests else source[:0]
-            if len(theirs) != (len(source) if mask.any() else 0):
-                failures[member.name] = f"sent {len(theirs)} digests for {len(source)} blocks"
-                continue
-            bad = np.flatnonzero(mask[: len(theirs)] & (theirs != source[: len(theirs)]))
-            if len(bad):
-                names = sorted({n for block in bad[:64] for n in self.plan.names_in(int(block))})
-                tensors += names
-                failures[member.name] = (
-                    f"{len(bad)} of {self.plan.blocks} blocks arrived changed, in "
-                    + ", ".join(names[:6])
-                    + (" ..." if len(names) > 6 else "")
-                )
+            reason, names = _truth(truths, member).problem(self.prepared[member.route].digests)
+            if reason:
+                failures[member.name] = reason
+                tensors.update(names)
         if failures:
             cause = CorruptionError(
-                "bytes arrived changed: " + _listing(failures), tensors=sorted(set(tensors))
+                "bytes arrived changed: " + _listing(failures), tensors=sorted(tensors)
             )
             raise self._aborted("verify", failures, cause)
 
@@ -114,13 +114,18 @@ class Update:
         """Tell every member that is there to keep what it has."""
         self._tell(m.Abort(version=self.version, epoch=self.epoch, reason=m.clip(reason, 1000)))
 
-    def commit(self, check_readback: Callable[[m.Committed], str]) -> list[MemberReport]:
+    def commit(self, truths: Mapping[Needs, Truth], *, readback: bool) -> list[MemberReport]:
         """Tell every member the decision and wait; never raises for what a member does.
 
         Args:
-            check_readback: returns what is wrong with a member's read-back digests, or "".
+            truths: the source's digests, for members that fetch now or read back.
+            readback: whether members send digests of live memory, to be compared.
         """
-        self._tell(m.Commit(version=self.version, epoch=self.epoch))
+        for member in self.members:
+            if member.present:
+                wire = _truth(truths, member).wire if self.in_place else b""
+                commit = m.Commit(version=self.version, epoch=self.epoch, digests=wire)
+                self.server.send(member.route, commit)
         waiting = {member.route: member for member in self.members}
         reports: dict[bytes, MemberReport] = {}
         deadline = time.monotonic() + self.timeout
@@ -142,6 +147,9 @@ class Update:
                 prepare_seconds=self.prepared[member.route].seconds,
                 pause_seconds=answer.pause if answer else 0.0,
                 reason=reason,
+                transport=member.transport,
+                sources=tuple(_truth(truths, member).by_rank.items()),
+                repeated=answer.repeated if answer else 0,
             )
 
         while waiting:
@@ -159,7 +167,9 @@ class Update:
             if isinstance(item, Lost):
                 settle(sender, "lost", "its connection ended during commit", None)
             elif isinstance(item.message, m.Committed) and self._mine(item.message):
-                wrong = check_readback(item.message)
+                wrong = ""
+                if readback and not item.message.staged:
+                    wrong = _misplaced(_truth(truths, sender), item.message.readback)
                 state = "staged" if item.message.staged else "committed"
                 settle(sender, "quarantined" if wrong else state, wrong, item.message)
             elif isinstance(item.message, m.Failed) and self._mine(item.message):
@@ -222,6 +232,21 @@ class Update:
         )
         error.__cause__ = cause
         return error
+
+
+def _truth(truths: Mapping[Needs, Truth], member: Member) -> Truth:
+    assert member.needs is not None  # known since it joined
+    return truths[member.needs]
+
+
+def _misplaced(truth: Truth, readback: bytes) -> str:
+    """What is wrong with a member's digests of live memory, or `""`."""
+    reason, names = truth.problem(readback)
+    if not reason:
+        return ""
+    if not names:
+        return f"its read-back digests are malformed: it {reason}"
+    return f"live memory differs after placement, in {', '.join(names[:6])}"
 
 
 def _listing(failures: dict[str, str]) -> str:

@@ -1,0 +1,171 @@
+"""What rank 0 of a publisher asks of the other ranks, and how each of them does it.
+
+Every rank that hands parts out opens an arena of its own when the publisher opens, and stages its
+parts in each update. Rank 0 does the same by the same functions, so that all answer alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from parallelkit.protocols import WeightSource
+from parallelkit.specs import TransportSpec
+from parallelkit.weights.arena import Arena
+from parallelkit.weights.collective import Crew, Message, failed_rank, pack_error, unpack_error
+from parallelkit.weights.exporter import Exporter, Hashed
+from parallelkit.weights.exports import export
+from parallelkit.weights.identity import host_identity
+from parallelkit.weights.manifest import Manifest
+from parallelkit.weights.needs import Needs
+from parallelkit.weights.routes import Post
+from parallelkit.weights.truth import hashed_to_plain
+
+
+@attrs.frozen(kw_only=True)
+class Opening:
+    """What every rank that hands parts out has to know to open its arena.
+
+    Attributes:
+        names: transports, the one that makes the memory first.
+        run_id, secret: of the publisher; host: the interface of its control channel.
+        slots: how often an arena holds the export.
+        seconds: how long it may take.
+    """
+
+    names: Sequence[str]
+    run_id: bytes
+    secret: bytes = attrs.field(repr=False)
+    host: str
+    slots: int
+    seconds: float
+
+    def to_plain(self) -> Message:
+        """Plain form, for the other ranks."""
+        return attrs.asdict(self) | {"names": list(self.names)}
+
+
+@attrs.frozen(kw_only=True)
+class Staging:
+    """What every rank that hands parts out has to know to stage a version.
+
+    Attributes:
+        version, epoch, slot: of the update; verify: what is hashed.
+        needs: a number for what members keep, each kind once.
+        new: those of which the other ranks have not heard yet, as `Needs.to_wire` gives them.
+        seconds: how long it may take.
+    """
+
+    version: int
+    epoch: int
+    slot: int
+    verify: str
+    needs: Sequence[int]
+    new: Sequence[Any]
+    seconds: float
+
+    def to_plain(self) -> Message:
+        """Plain form, for the other ranks."""
+        return attrs.asdict(self) | {"needs": list(self.needs), "new": list(self.new)}
+
+
+class Kinds:
+    """Numbers for what members keep, so that each kind is told to the other ranks once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Needs, int] = {}
+        self._told: set[int] = set()
+        self._known: dict[int, Needs] = {}
+
+    def number(self, needs: Iterable[Needs]) -> tuple[list[int], list[Any]]:
+        """Numbers of some kinds, and what the other ranks have to be told of them."""
+        numbers, new = [], []
+        for kind in needs:
+            number = self._numbers.setdefault(kind, len(self._numbers))
+            numbers.append(number)
+            if number not in self._told:
+                rows, which = kind.to_wire()
+                new.append([number, [[low, size] for low, size in rows], which])
+        return numbers, new
+
+    def told(self, numbers: Iterable[int]) -> None:
+        """The other ranks have heard of these."""
+        self._told.update(numbers)
+
+    def read(self, manifest: Manifest, staging: Staging) -> list[Needs]:
+        """What members of an update keep, as rank 0 told it."""
+        for number, rows, which in staging.new:
+            boxes = [(list(low), list(size)) for low, size in rows]
+            self._known[number] = Needs.from_wire(manifest, boxes, which)
+        return [self._known[number] for number in staging.needs]
+
+
+def open_exporter(
+    source: WeightSource,
+    manifest: Manifest,
+    rank: int,
+    opening: Opening,
+    options: dict[str, object],
+) -> tuple[Exporter, Post]:
+    """Open a rank's arena.
+
+    Raises:
+        TransportError: memory or address are not to be had.
+    """
+    mine = export(manifest, rank)
+    spec = TransportSpec(
+        name=opening.names[0],
+        manifest=manifest,
+        nbytes=mine.nbytes,
+        run_id=opening.run_id,
+        rank=rank,
+        secret=opening.secret,
+        host=opening.host,
+        options=options,
+    )
+    arena = Arena(opening.names, spec, opening.slots)
+    exporter = Exporter(source, mine, arena, opening.run_id)
+    return exporter, Post(rank, host_identity(), arena.slot_bytes, arena.offers())
+
+
+def do_together(
+    crew: Crew, work: Callable[[], Message], seconds: float
+) -> tuple[dict[int, Message], BaseException | None]:
+    """Do this rank's share of something, and hear how the others did theirs. Collective.
+
+    Args:
+        work: this rank's share; only asked of ranks that hand parts out.
+        seconds: for all of it.
+
+    Returns:
+        What each of them says, where one that failed says its error; and this rank's own error.
+
+    Raises:
+        PeerLostError, UpdateTimeoutError: a rank is gone or too slow; the group is broken.
+    """
+    deadline = time.monotonic() + seconds
+    mine: Message = {}
+    problem: BaseException | None = None
+    if crew.rank in crew.exporters:
+        try:
+            mine = work()
+        except BaseException as error:  # an interrupt too: the others wait to hear of it
+            problem, mine = error, pack_error(error)
+    return crew.exchange(mine, deadline), problem
+
+
+def raise_failed(answers: dict[int, Message], problem: BaseException | None) -> None:
+    """Raise this rank's own error, or that of the lowest rank which failed, by its number."""
+    if problem is not None:
+        raise problem
+    rank = failed_rank(answers)
+    if rank is not None:
+        raise unpack_error(answers[rank], rank=rank)
+
+
+def staged(hashed: Sequence[Hashed]) -> Message:
+    """What a rank says once it has staged."""
+    return {"hashed": hashed_to_plain(hashed)}
