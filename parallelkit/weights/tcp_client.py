@@ -25,8 +25,9 @@ from parallelkit.errors import (
 )
 from parallelkit.weights import tcp_wire as w
 from parallelkit.weights.passes import NONCE_BYTES, PASS_BYTES
+from parallelkit.weights.pulls import check_pull
 from parallelkit.weights.regions import Bytes, Span
-from parallelkit.weights.tcp_line import Line, SharedContext, peer_of
+from parallelkit.weights.tcp_line import AlteredReplyError, Line, SharedContext, peer_of
 from parallelkit.weights.tcp_server import NAME
 
 CONNECTIONS: Final = 2
@@ -78,7 +79,7 @@ class TcpSubscriber:
         self.peer = peer_of(self._offer)  #: as errors name it
         if len(key) != PASS_BYTES:
             raise ProtocolError(f"a pass of {len(key)} bytes; it has {PASS_BYTES}")
-        if isinstance(connections, bool) or connections not in range(1, w.MAX_CONNECTIONS + 1):
+        if type(connections) is not int or not 1 <= connections <= w.MAX_CONNECTIONS:
             raise TransportError(
                 f"connections is {connections!r}; allowed are 1 to {w.MAX_CONNECTIONS}"
             )
@@ -112,11 +113,11 @@ class TcpSubscriber:
             PeerLostError: the publisher is gone.
             UpdateTimeoutError: not all arrived by the deadline.
         """
-        self._check(spans, into)
+        check_pull(spans, into, self._offer.nbytes)
         total = sum(array.nbytes for array in into)
-        size = min(max(total // (2 * len(self._lines)), _LEAST_REQUEST), w.REPLY_BYTES)
-        parts = _parts(spans, into, size)
         with self._use():
+            size = min(max(total // (2 * len(self._lines)), _LEAST_REQUEST), w.REPLY_BYTES)
+            parts = _parts(spans, into, size)
             more = True
             while more or any(line.waiting for line in self._lines):
                 while more and (line := self._free_line()) is not None:
@@ -128,7 +129,7 @@ class TcpSubscriber:
                         line.send(request)
                         line.waiting[request.id] = part
                 if any(line.waiting for line in self._lines):
-                    self._take(*self._next(self._lines, deadline), epoch)
+                    self._take(*self._next(self._lines, deadline), epoch, deadline)
             self._same_epoch(self._look(deadline), epoch)
 
     def epoch(self, *, deadline: float) -> int:
@@ -230,9 +231,14 @@ class TcpSubscriber:
         line = min(self._lines, key=lambda line: len(line.waiting))
         return line if len(line.waiting) < DEPTH else None
 
-    def _take(self, line: Line, frames: list[memoryview], epoch: int) -> None:
+    def _take(self, line: Line, frames: list[memoryview], epoch: int, deadline: float) -> None:
         """Put the bytes of one reply where they belong."""
-        reply, payload = line.open_reply(frames)
+        try:
+            reply, payload = line.open_reply(frames)
+        except AlteredReplyError:
+            # The arena may have been written between the digest and the sending.
+            self._same_epoch(self._look(deadline), epoch)
+            raise
         if isinstance(reply, w.Hi) or reply.id > line.last:
             raise ProtocolError(f"{self.peer} sent {reply!r:.200}, which nobody asked for")
         part: _Part | None = line.waiting.pop(reply.id, None)
@@ -255,7 +261,12 @@ class TcpSubscriber:
         line.waiting[request.id] = None
         while True:
             _, frames = self._next([line], deadline)
-            reply, _ = line.open_reply(frames)
+            try:
+                reply, _ = line.open_reply(frames)
+            except AlteredReplyError:
+                if isinstance(w.decode_reply(frames[0]), w.Data):
+                    continue  # bytes of the pull whose epoch is in question
+                raise
             if isinstance(reply, w.Epoch) and reply.id == request.id:
                 return reply.epoch
             if isinstance(reply, w.Hi) or reply.id >= request.id:
@@ -266,21 +277,6 @@ class TcpSubscriber:
             raise TransportError(
                 f"{self.peer} is at epoch {found}, not {expected}: what was pulled is void"
             )
-
-    def _check(self, spans: Sequence[Span], into: Sequence[Bytes]) -> None:
-        """Refuse what cannot be pulled, before anything is sent."""
-        if len(spans) != len(into):
-            raise ProtocolError(f"{len(spans)} spans are to be pulled into {len(into)} arrays")
-        for span, array in zip(spans, into, strict=True):
-            span.check(self._offer.nbytes)
-            flags = array.flags
-            if array.dtype != np.uint8 or not (flags.c_contiguous and flags.writeable):
-                raise ProtocolError(
-                    f"an array to pull into is of {array.dtype}, contiguous: {flags.c_contiguous}, "
-                    f"writable: {flags.writeable}; it is to be of uint8 and both"
-                )
-            if array.nbytes != span.nbytes:
-                raise ProtocolError(f"{span} has {span.nbytes} bytes, its array {array.nbytes}")
 
 
 def _parts(spans: Sequence[Span], into: Sequence[Bytes], size: int) -> Iterator[_Part]:

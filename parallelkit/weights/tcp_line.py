@@ -24,6 +24,10 @@ _FAILED_HANDSHAKE: Final = (
 )
 
 
+class AlteredReplyError(ProtocolError):
+    """A reply's digest is wrong: altered on its way, or the arena was while it left."""
+
+
 class SharedContext:
     """One ZeroMQ context for all connections of the process, while there are any.
 
@@ -123,8 +127,10 @@ class Line:
         """Send; does not block. `key` is for its digest, if it is not this connection's.
 
         Raises:
-            PeerLostError: the publisher is gone.
+            PeerLostError, TransportError: the publisher is gone, or refused the handshake.
         """
+        if self.gone is not None:
+            raise self.gone
         frames = [w.encode(request)]
         key = key or self.key
         if not self.encrypted:
@@ -156,7 +162,7 @@ class Line:
             The header, and the frames of bytes after it.
 
         Raises:
-            ProtocolError: it is no reply, or its digest is wrong.
+            ProtocolError: it is no reply; `AlteredReplyError`: its digest is wrong.
             TransportError: it is the publisher's refusal.
         """
         head, payload = frames[0], frames[1:]
@@ -165,7 +171,7 @@ class Line:
                 raise ProtocolError(f"{self.peer} sent a reply without its digest")
             *payload, mark = payload
             if not w.same_tag(mark, w.tag(self.key, "publisher", head, payload)):
-                raise ProtocolError(f"a reply of {self.peer} was altered on its way")
+                raise AlteredReplyError(f"a reply of {self.peer} was altered on its way")
         reply = w.decode_reply(head)
         if isinstance(reply, w.No) and (not reply.id or reply.id in self.waiting):
             raise TransportError(f"{self.peer} refused: {reply.message}")
