@@ -351,7 +351,8 @@ class RegionSink(WeightSink, Protocol):
     """A target that keeps a part of the tensors: its shards, its pipeline stage.
 
     `needs` still describes whole tensors, by their global shapes, so that the manifest can be
-    compared. `destination`, `write` and `host_bytes` are of the kept region, row-major.
+    compared; it may lack tensors that are published. `destination`, `write` and `host_bytes` are
+    of the kept region, row-major.
     """
 
     def regions(self) -> Sequence[Region | None]:

@@ -15,7 +15,7 @@ from parallelkit.errors import (
     TransportError,
     UpdateTimeoutError,
 )
-from parallelkit.protocols import SubscriberTransport, WeightSink
+from parallelkit.protocols import RegionSink, SubscriberTransport, WeightSink
 from parallelkit.weights import messages as m
 from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
@@ -77,7 +77,7 @@ def subscribe_weights(
             published = m.manifest_of(welcome)
             if published.digest() != welcome.manifest_digest:
                 raise ProtocolError("the two ends read different manifests")
-            check_exact(published, needs)
+            check_exact(published, needs, partial=isinstance(sink, RegionSink))
             kept = needs_of(sink, needs, published)
             plan = plan_transfer(published, kept)
             readers = _connect(welcome, plan)

@@ -238,17 +238,18 @@ class Manifest:
         return h.digest()
 
 
-def differences(published: Manifest, needed: Manifest) -> list[str]:
+def differences(published: Manifest, needed: Manifest, *, partial: bool = False) -> list[str]:
     """List how `published` differs from what a target needs; empty when it is exactly that.
 
-    Neither order nor layouts matter: a target gets whole tensors. A target that ties two names
-    needs a publisher that ties them too: one that publishes them apart may come to hold different
-    values, and the reverse would lose one.
+    Neither order nor layouts matter. With `partial` the target may lack tensors that are published,
+    as a stage of a pipeline does. A target that ties two names needs a publisher that ties them
+    too: one that publishes them apart may come to hold different values, and the reverse would lose
+    one.
     """
     have = {t.name: t for t in published.tensors}
     need = {t.name: t for t in needed.tensors}
     missing = [t for name, t in need.items() if name not in have]
-    unknown = [t for name, t in have.items() if name not in need]
+    unknown = [] if partial else [t for name, t in have.items() if name not in need]
     lines = [
         f"missing: the target needs {t.name!r} ({t.describe()}), the publisher does not have it"
         + hint
@@ -276,9 +277,11 @@ def differences(published: Manifest, needed: Manifest) -> list[str]:
     return lines
 
 
-def check_exact(published: Manifest, needed: Manifest, *, limit: int = 20) -> None:
-    """Raise `ManifestMismatchError` with every difference, or return."""
-    lines = differences(published, needed)
+def check_exact(
+    published: Manifest, needed: Manifest, *, partial: bool = False, limit: int = 20
+) -> None:
+    """Raise `ManifestMismatchError` with every difference, or return; see `differences`."""
+    lines = differences(published, needed, partial=partial)
     if not lines:
         return
     shown = lines[:limit] + ([f"... and {len(lines) - limit} more"] if len(lines) > limit else [])

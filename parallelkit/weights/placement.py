@@ -383,7 +383,7 @@ def needs_of(sink: WeightSink, needs: Manifest, published: Manifest) -> Needs | 
     order = _match(published, needs)
     if len(regions) != len(needs.unique):
         return Needs.of(published, regions)  # which says what is wrong
-    found = Needs.of(published, [regions[i] for i in order])
+    found = Needs.of(published, [None if i < 0 else regions[i] for i in order])
     return None if found == Needs.whole(published) else found
 
 
@@ -429,10 +429,17 @@ def _gathered(moves: Sequence[Move], nbytes: int, memory: Callable[[Move], Bytes
 
 
 def _match(published: Manifest, needed: Manifest) -> list[int]:
-    """For each unique tensor published, its index among the target's unique tensors."""
+    """For each unique tensor published, its index among the target's unique tensors.
+
+    By any of its names that the target has; -1 where it has none.
+    """
     owner = {t.name: t.alias_of or t.name for t in needed.tensors}
     index = {t.name: i for i, t in enumerate(needed.unique)}
-    return [index[owner[t.name]] for t in published.unique]
+    found = {t.name: -1 for t in published.unique}
+    for t in published.tensors:
+        if t.name in owner:
+            found[t.alias_of or t.name] = index[owner[t.name]]
+    return list(found.values())
 
 
 def _writable(target: memoryview, size: int) -> Bytes:

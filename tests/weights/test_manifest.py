@@ -216,6 +216,18 @@ def test_an_unknown_tensor_is_named_with_the_nearest_that_is_needed():
     assert line.endswith("did you mean 'layer.weight'?")
 
 
+def test_a_part_of_a_model_may_lack_what_is_published_and_nothing_else():
+    part = Manifest(BASE[1:])
+    assert [line[:7] for line in differences(Manifest(BASE), part)] == ["unknown"]
+    assert differences(Manifest(BASE), part, partial=True) == []
+    check_exact(Manifest(BASE), part, partial=True)
+    (line,) = differences(part, Manifest(BASE), partial=True)
+    assert line.startswith("missing: the target needs")
+    other = [attrs.evolve(BASE[1], dtype="int8"), *BASE[2:]]
+    (line,) = differences(Manifest(BASE), Manifest(other), partial=True)
+    assert line.startswith("dtype of")
+
+
 def test_nothing_near_is_no_hint():
     (line,) = differences(Manifest([*BASE, spec("zzzzqqqq")]), Manifest(BASE))
     assert "did you mean" not in line
