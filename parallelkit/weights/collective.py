@@ -81,7 +81,7 @@ class Crew:
         Raises:
             PeerLostError, UpdateTimeoutError: a rank is gone or too slow; the group is broken.
         """
-        if self.group is None:
+        if not self.several:
             return {0: mine}
         return {src: self._broadcast(mine, src, deadline) for src in self.exporters}
 

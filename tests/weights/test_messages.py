@@ -39,20 +39,22 @@ WELCOME = {
     "version": 0,
     "mesh": [("data", 2), ("tensor", 2)],
     "layouts": [([("tensor", 1)], [("data", 0)])],
-    "tensors": [("w", "float32", [2, 3], None, 0), ("v", "float32", [2, 3], "w", 0)],
-    "plan_digest": KEY,
-    "transport": "shm",
-    "offer": b"offer",
+    "tensors": [("w", "float32", [2, 3], None, 0, None), ("v", "float32", [2, 3], "w", 0, None)],
+    "manifest_digest": KEY,
+    "sources": [m.Source(rank=0, nbytes=256, transport="shm", offer=b"offer", key=b"pass")],
+    "slots": 1,
     "verify": "digest",
+    "commit": "staged",
     "timeout": 60.0,
 }
 TO_PUBLISHER = [
     m.Hello(**HELLO),
-    m.Opened(session=KEY, plan_digest=KEY),
+    m.Opened(session=KEY, plan_digest=KEY, kept=None),
+    m.Opened(session=KEY, plan_digest=KEY, kept=m.Kept([([0, 1], [2, 3])], [0, None])),
     m.Refused(error="ManifestMismatchError", message="no"),
     m.Ready(**MEMBER),
     m.Prepared(**MEMBER, digests=b"12345678", seconds=0.5),
-    m.Committed(**MEMBER, readback=b"", pause=0.25, staged=False),
+    m.Committed(**MEMBER, readback=b"", pause=0.25, staged=False, repeated=0),
     m.Failed(**MEMBER, phase="commit", error="OSError", message="disk"),
     m.Leave(session=KEY),
 ]
@@ -60,9 +62,9 @@ TO_SUBSCRIBER = [
     m.Welcome(**WELCOME),
     m.Joined(version=3),
     m.Refused(error="TicketError", message="used"),
-    m.Begin(**UPDATE, timeout=60.0),
+    m.Begin(**UPDATE, slot=0, timeout=60.0),
     m.Transfer(**UPDATE),
-    m.Commit(**UPDATE),
+    m.Commit(**UPDATE, digests=b"12345678"),
     m.Abort(**UPDATE, reason="a member failed"),
     m.Close(reason="the publisher closed"),
 ]
@@ -202,23 +204,24 @@ def test_text_has_a_largest_length(message, name, limit):
 def test_keys_have_a_length(key):
     refused(m.decode_at_publisher, plain(m.Leave(session=KEY)) | {"session": key})
     refused(m.decode_at_publisher, plain(m.Hello(**HELLO)) | {"token": key})
-    refused(m.decode_at_subscriber, plain(m.Welcome(**WELCOME)) | {"plan_digest": key})
+    refused(m.decode_at_subscriber, plain(m.Welcome(**WELCOME)) | {"manifest_digest": key})
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [["w", "float32", [1], None]],
-        [["w", "float32", [1], None, 0, 0]],
-        [["w", "float32", "1", None, None]],
-        [["w", "float32", [1.5], None, None]],
-        [["w", "float32", [None], None, None]],
-        [[b"w", "float32", [1], None, None]],
-        [["w", 4, [1], None, None]],
-        [["w", "float32", [1], 4, None]],
-        [["w", "float32", [1], None, -1]],
-        [["w", "float32", [1], None, "0"]],
-        [["w", "float32", [1], None, [["data", 0]]]],
+        [["w", "float32", [1], None, 0]],
+        [["w", "float32", [1], None, 0, None, 0]],
+        [["w", "float32", "1", None, None, None]],
+        [["w", "float32", [1.5], None, None, None]],
+        [["w", "float32", [None], None, None, None]],
+        [[b"w", "float32", [1], None, None, None]],
+        [["w", 4, [1], None, None, None]],
+        [["w", "float32", [1], 4, None, None]],
+        [["w", "float32", [1], None, -1, None]],
+        [["w", "float32", [1], None, "0", None]],
+        [["w", "float32", [1], None, [["data", 0]], None]],
+        [["w", "float32", [1], None, None, 0]],
         ["w"],
         {"w": 1},
         None,
@@ -251,6 +254,44 @@ def test_axes_have_their_types_and_a_largest_number(mesh):
     refused(m.decode_at_subscriber, fields | {"layouts": [[mesh, []]]})
     refused(m.decode_at_subscriber, fields | {"layouts": [[[], mesh]]})
     refused(m.decode_at_subscriber, fields | {"layouts": [mesh]})
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {},
+        [[], []],
+        {"regions": [], "which": [], "more": 1},
+        {"regions": [[[0], [1], [2]]], "which": []},
+        {"regions": [[[0]]], "which": []},
+        {"regions": [[[-1], [1]]], "which": []},
+        {"regions": [[[2**63], [1]]], "which": []},
+        {"regions": [[[0.5], [1]]], "which": []},
+        {"regions": [["0", [1]]], "which": []},
+        {"regions": [], "which": [-1]},
+        {"regions": [], "which": ["0"]},
+        {"regions": [], "which": None},
+        5,
+    ],
+)
+def test_what_is_kept_has_its_types(kept):
+    opened = m.Opened(session=KEY, plan_digest=KEY, kept=None)
+    refused(m.decode_at_publisher, plain(opened) | {"kept": kept})
+
+
+@pytest.mark.parametrize("field", ["rank", "nbytes", "transport", "offer", "key"])
+def test_sources_have_their_types(field):
+    fields = plain(m.Welcome(**WELCOME))
+    source = fields["sources"][0]
+    for bad in (None, 1.5, -1, [], {"a": 1}):
+        refused(m.decode_at_subscriber, fields | {"sources": [source | {field: bad}]})
+    without = {k: v for k, v in source.items() if k != field}
+    refused(m.decode_at_subscriber, fields | {"sources": [without]})
+
+
+@pytest.mark.parametrize("slots", [0, 3, -1, "1", None])
+def test_an_arena_has_one_slot_or_two(slots):
+    refused(m.decode_at_subscriber, plain(m.Welcome(**WELCOME)) | {"slots": slots})
 
 
 @pytest.mark.parametrize(("decode", "message"), NAMED)
@@ -347,7 +388,7 @@ def test_a_manifest_comes_through():
     specs = [
         TensorSpec(name="w", dtype="bfloat16", shape=(2, 3), layout=both),
         TensorSpec(name="head", dtype="bfloat16", shape=(2, 3), alias_of="w", layout=both),
-        TensorSpec(name="scalar", dtype="float64", shape=()),
+        TensorSpec(name="scalar", dtype="float64", shape=(), fusion="gate_up"),
         TensorSpec(name="none", dtype="bool", shape=(0, 7), layout=ShardLayout((("tensor", 1),))),
         TensorSpec(name="again", dtype="int8", shape=(5,), layout=both),
         TensorSpec(name="replica", dtype="int8", shape=(5,), layout=ShardLayout()),
@@ -379,7 +420,7 @@ def test_a_manifest_comes_through():
     ],
 )
 def test_a_manifest_that_breaks_a_rule(rows, message):
-    invalid({"tensors": [(*row, None) for row in rows]}, message)
+    invalid({"tensors": [(*row, None, None) for row in rows]}, message)
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ def test_a_corrupted_byte_aborts_and_names_the_tensor(bench, spy):
     fill(bench.source, 2.0)
 
     def corrupt():
-        publisher._coordinator._arena[12] ^= 1
+        publisher._coordinator.exporter.arena.bytes[12] ^= 1
 
     spy(publisher, "stage", corrupt)
     with pytest.raises(UpdateAbortedError, match="arrived changed") as caught:
@@ -525,7 +525,7 @@ def test_serve_survives_an_abort(bench, spy):
     publisher = bench.publish()
     follower = bench.follow()
     follower.subscriber.serve()
-    spy(publisher, "stage", lambda: publisher._coordinator._arena.__setitem__(0, 77))
+    spy(publisher, "stage", lambda: publisher._coordinator.exporter.arena.bytes.__setitem__(0, 77))
     with pytest.raises(UpdateAbortedError):
         publisher.update()
     with pytest.raises(UpdateAbortedError):

@@ -34,8 +34,10 @@ def report(**fields):
         "phases": PHASES,
         "started_at": 1.7e9,
         "members": (
-            member(prepare_seconds=0.08, pause_seconds=0.05),
-            member("b.0", "staged"),
+            member(
+                prepare_seconds=0.08, pause_seconds=0.05, transport="shm", sources=((0, 10**9),)
+            ),
+            member("b.0", "staged", transport="tcp", sources=((2, 5 * 10**6), (3, 10**6))),
             member("c.0", "quarantined", version=2, pause_seconds=0.07, reason="disk on fire"),
             member("d.0", "lost", version=2, reason="its connection ended"),
         ),
@@ -51,6 +53,24 @@ def test_derived_values():
     assert made.gigabytes_per_second == pytest.approx(2.0)
     assert made.pause_seconds == 0.07
     assert made.quarantined == ("c.0", "d.0")
+    assert [m.nbytes for m in made.members] == [10**9, 6 * 10**6, 0, 0]
+    assert made.moved_bytes == 10**9 + 6 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "text"),
+    [
+        ("shm", (0,), "ms\n"),
+        ("tcp", (0,), "ms, by tcp\n"),
+        ("shm", (3,), "ms, 0.0 MB by shm from rank 3\n"),
+        ("shm+tcp", (0, 1, 2), "ms, 0.0 MB by shm+tcp from ranks 0-2\n"),
+        ("tcp", (0, 5), "ms, 0.0 MB by tcp from ranks 0, 5\n"),
+        ("tcp", tuple(range(0, 40, 2)), "from ranks 0, 2, 4, 6, 8, 10, 12, 14, ...\n"),
+    ],
+)
+def test_where_bytes_came_from_is_said_unless_it_is_rank_0_s_memory(transport, ranks, text):
+    one = member(transport=transport, sources=tuple((rank, 8) for rank in ranks))
+    assert text in str(report(members=(one,)))
 
 
 def test_a_report_of_nothing():
@@ -75,7 +95,7 @@ def test_the_table_for_people():
     ]
     assert rest == [
         "  subscriber-1.0 (pid 42 on h): committed, version 3, pause 50.0 ms",
-        "  b.0: staged, version 3, pause 0.0 ms",
+        "  b.0: staged, version 3, pause 0.0 ms, 6.0 MB by tcp from ranks 2-3",
         "  c.0: quarantined, version 2, pause 70.0 ms (disk on fire)",
         "  d.0: lost, version 2, pause 0.0 ms (its connection ended)",
         "  note: staged members go live later",
@@ -90,6 +110,7 @@ def test_json_holds_every_field_and_the_derived_ones():
         "seconds",
         "gigabytes_per_second",
         "pause_seconds",
+        "moved_bytes",
     }
     assert list(data["phases"]) == list(PHASES)
     assert data["members"][2]["reason"] == "disk on fire"

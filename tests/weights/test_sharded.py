@@ -1,228 +1,444 @@
-"""A publisher whose weights are spread: what it calls, in which order, and what it reports."""
+"""Publishers of several ranks: each hands out its own parts, members get exactly what they keep."""
 
 from __future__ import annotations
 
-import attrs
+import contextlib
+import random
+import threading
+import time
+
 import numpy as np
 import pytest
 
 from parallelkit.errors import (
+    CollectiveError,
+    CorruptionError,
     ManifestError,
     PeerLostError,
     RankMismatchError,
+    TransportError,
     UnsupportedFeatureError,
     UpdateAbortedError,
+    UpdateTimeoutError,
 )
-from parallelkit.launch import LaunchInfo
-from parallelkit.protocols import ShardedSource
-from parallelkit.specs import GroupSpec
-from parallelkit.testing.arrays import Arrays
-from parallelkit.testing.fake import FakeGroup
-from parallelkit.testing.peer import fill, sample_model, values
-from parallelkit.weights import publish_weights
-from parallelkit.weights.layout import Mesh, ShardLayout
-from parallelkit.weights.manifest import Manifest
+from parallelkit.protocols import RegionSink, ShardedSource
+from parallelkit.testing.meeting import meet, on_ranks
+from parallelkit.testing.parts import PartsSink, PartsSource
+from parallelkit.testing.shards import random_manifest, random_needs, random_values, slices
+from parallelkit.weights import publish_weights, subscribe_weights
+from parallelkit.weights.exports import export, exporting_ranks
+from parallelkit.weights.layout import Mesh, Region, ShardLayout
+from parallelkit.weights.manifest import Manifest, TensorSpec
+from parallelkit.weights.needs import Needs
+from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.report import report_from_dict
 
-MESH = Mesh(("data_shard",), (2,))
+SECONDS = 10.0
 
 
-class Spread:
-    """The sample model as if rank 1 held half of `body`; says what it was called for."""
+class Job:
+    """A publisher whose ranks are threads, and its members, each stepping in a thread."""
 
-    device = "cpu"
+    def __init__(self, manifest, *, seed=0, **options):
+        self.manifest = manifest
+        self.values = random_values(manifest, seed)
+        world = manifest.mesh.size if manifest.mesh is not None else 1
+        self.groups = meet(world, timeout=SECONDS)
+        self.sources = [PartsSource(manifest, self.values, rank) for rank in range(world)]
+        self.options = {"timeout": SECONDS} | options
+        self.publishers = self.each(self._publish)
+        self.members = []
 
-    def __init__(self) -> None:
-        self.model = sample_model(1.0)
-        self.calls: list[str] = []
-        self.problem: Exception | None = None
-        self.whole = True
+    def _publish(self, group):
+        return publish_weights(self.sources[group.rank], group=group, **self.options)
 
-    def join(self, group):
-        self.calls.append("join")
+    @property
+    def lead(self):
+        return self.publishers[0]
 
-    def manifest(self):
-        cut = ShardLayout([("data_shard", 0)])
-        specs = self.model.manifest().tensors
-        return Manifest(
-            (attrs.evolve(t, layout=cut if t.shape == (65536,) else None) for t in specs), MESH
-        )
+    def each(self, work):
+        """Results of all ranks; raises the first error."""
+        results = self.all(work)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
-    def look(self):
-        self.calls.append("look")
+    def all(self, work):
+        return on_ranks(self.groups, work)
 
-    def begin(self):
-        self.calls.append("begin")
+    def join(self, needs, indirect=frozenset()):
+        sink = PartsSink(self.manifest, needs, frozenset(indirect))
+        member = subscribe_weights(sink, self.lead.new_ticket(), timeout=SECONDS)
+        self.members.append((member, sink, needs))
+        return member, sink
 
-    def host_bytes(self, index):
-        raise AssertionError("whole tensors are not read one by one")
+    def change(self, seed):
+        """Give every tensor other bytes."""
+        for mine, new in zip(self.values, random_values(self.manifest, seed), strict=True):
+            mine[...] = new
 
-    def adopt(self, buffers):
-        raise UnsupportedFeatureError("'body' is spread")
+    def update(self, version=None):
+        """One update in which all members step: each rank's report or error, members' errors."""
+        errors = {}
 
-    def gather(self, buffers, *, seconds, check):
-        self.calls.append(f"gather check={check}")
-        assert 0 < seconds <= 5
-        if self.problem is not None:
-            raise self.problem
-        for index, buffer in enumerate(buffers):
-            np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(
-                self.model.host_bytes(index), np.uint8
-            )
+        def step(number, member):
+            try:
+                member.step(SECONDS)
+            except Exception as error:
+                errors[number] = error
 
-    def serve(self, seconds):
-        self.calls.append("serve")
-        if self.problem is not None:
-            raise self.problem
+        threads = [
+            threading.Thread(target=step, args=(i, member), daemon=True)
+            for i, (member, *_) in enumerate(self.members)
+        ]
+        for thread in threads:
+            thread.start()
+        results = self.all(lambda group: self.publishers[group.rank].update(version))
+        for thread in threads:
+            thread.join(2 * SECONDS)
+        return results, errors
 
-    def dismiss(self):
-        self.calls.append("dismiss")
-        return self.whole
+    def check(self):
+        """Every member holds what it keeps of the present values, bit for bit."""
+        for _, sink, needs in self.members:
+            for i, (value, kept) in enumerate(zip(self.values, sink.kept, strict=True)):
+                box = needs[i]
+                expected = b"" if box is None else value[slices(box)].tobytes()
+                assert kept.tobytes() == expected, self.manifest.unique[i]
+
+    def close(self):
+        for member, *_ in self.members:
+            member.close()
+        for publisher in self.publishers:
+            publisher.close()
 
 
-def group_of_two(rank=0, **peers):
-    spec = GroupSpec(
-        framework="fake",
-        backend="memory",
-        device="cpu",
-        rank=rank,
-        world_size=2,
-        local_rank=rank,
-        local_world_size=2,
-        master_addr="127.0.0.1",
-        timeout=5.0,
-        launch=LaunchInfo(),
+@pytest.fixture
+def job():
+    with contextlib.ExitStack() as stack:
+
+        def make(*args, **options):
+            return stack.enter_context(contextlib.closing(Job(*args, **options)))
+
+        yield make
+
+
+def spread(rows=8, columns=6, degree=2):
+    """`w` by rows, `c` by columns, `norm` everywhere, over `degree` ranks."""
+    return Manifest(
+        [
+            TensorSpec(
+                name="w", dtype="float32", shape=(rows, columns), layout=ShardLayout([("x", 0)])
+            ),
+            TensorSpec(
+                name="c", dtype="int16", shape=(rows, columns), layout=ShardLayout([("x", 1)])
+            ),
+            TensorSpec(name="norm", dtype="float64", shape=(columns,)),
+        ],
+        Mesh(("x",), (degree,)),
     )
-    return FakeGroup(spec, {int(name[1:]): answer for name, answer in peers.items()})
 
 
-def test_the_fake_is_a_sharded_source():
-    assert isinstance(Spread(), ShardedSource)
-    assert not isinstance(sample_model(), ShardedSource)
+def test_the_fakes_are_what_the_protocol_says():
+    manifest = spread()
+    assert isinstance(PartsSource(manifest, random_values(manifest), 0), ShardedSource)
+    assert isinstance(PartsSink(manifest, Needs.whole(manifest), frozenset()), RegionSink)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
 @pytest.mark.parametrize("verify", ["digest", "readback", "sample", "off"])
-def test_parts_are_gathered_into_the_arena(bench, verify):
-    bench.source = Spread()
-    publisher = bench.publish(verify=verify)
-    assert bench.source.calls == ["join"]
-    follower = bench.follow()
-    for value in (1.5, 2.5):
-        bench.source.calls.clear()
-        fill(bench.source.model, value)
-        report = bench.update()
-        check = verify in ("digest", "readback")
-        assert bench.source.calls == ["look", "begin", f"gather check={check}"]
-        assert values(follower.model) == {value}
-    assert report.gathered_bytes == 4 * 65536 // 2
-    assert list(report.phases) == ["look", "begin", "gather", "digest", "ready", "verify", "commit"]
-    assert "(0.1 MB gathered)" in str(report)
+def test_members_get_what_they_keep_from_the_ranks_that_have_it(job, transport, commit, verify):
+    run = job(spread(rows=7), transport=transport, commit=commit, verify=verify)
+    half = Needs.of(run.manifest, [Region((3, 0), (2, 6)), Region((0, 1), (7, 4)), None])
+    run.join(Needs.whole(run.manifest))
+    run.join(half, indirect={1})
+    for seed in (1, 2):
+        run.change(seed)
+        results, errors = run.update()
+        assert not errors
+        run.check()
+    report = results[0]
+    assert results == [report, report], "every rank has the same"
+    assert [m.nbytes for m in report.members] == [
+        plan_transfer(run.manifest, needs).nbytes for *_, needs in run.members
+    ]
+    whole, part = report.members
+    assert dict(whole.sources) == {0: 4 * 4 * 6 + 2 * 7 * 3 + 8 * 6, 1: 4 * 3 * 6 + 2 * 7 * 3}
+    assert dict(part.sources) == {0: 4 * 6 + 2 * 7 * 2, 1: 4 * 6 + 2 * 7 * 2}
+    assert {m.transport for m in report.members} == {report.transport} == {transport}
+    assert f"by {transport} from ranks 0-1" in str(report)
     assert report_from_dict(report.to_dict()) == report
-    text = publisher.explain()
-    assert "1 tensor sharded over data_shard 2, 5 replicated" in text
-    assert "mesh of 2 ranks: data_shard 2" in text
-    assert "0.1 MB from other ranks to rank 0, which holds 0.1 MB" in text
+    assert report.changed_ratio == (1.0 if verify in ("digest", "readback") else None)
+    assert ("placed" in report.verified) == (commit == "in_place" and verify == "digest") or (
+        verify != "digest"
+    )
 
 
-def test_nothing_is_gathered_for_nobody(bench):
-    bench.source = Spread()
-    report = bench.publish().update()
-    assert bench.source.calls == ["join", "look", "begin"]
-    assert report.gathered_bytes == 0
-    assert "gathered" not in str(report)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_models_meshes_and_needs(job, seed):
+    rng = random.Random(seed)
+    manifest = random_manifest(rng)
+    while manifest.mesh.size > 8:
+        manifest = random_manifest(rng)
+    run = job(
+        manifest,
+        transport=rng.choice(["shm", "tcp"]),
+        commit=rng.choice(["staged", "in_place"]),
+        verify=rng.choice(["digest", "readback"]),
+    )
+    for _ in range(3):
+        needs = random_needs(rng, manifest)
+        indirect = {i for i in range(len(needs)) if rng.randrange(4) == 0}
+        member, _ = run.join(needs, indirect)
+        if rng.randrange(3) == 0:
+            member.serve()
+    for version in (1, 2):
+        run.change(version)
+        results, errors = run.update()
+        assert not errors
+        assert {type(r).__name__ for r in results} == {"TransferReport"}
+        run.check()
+        for (*_, needs), member in zip(run.members, results[0].members, strict=True):
+            assert member.nbytes == plan_transfer(manifest, needs).nbytes
 
 
-def test_a_follower_does_not_mind_layouts_and_learns_them(bench):
-    bench.source = Spread()
-    publisher = bench.publish()
-    follower = bench.follow()
-    assert follower.subscriber.plan.digest == publisher.plan.digest
-    assert follower.subscriber.plan.manifest.mesh == MESH
+def test_each_rank_hands_out_its_own_export_and_no_other(job):
+    run = job(spread(degree=4))
+    posts = run.lead._coordinator.routes.posts
+    assert list(posts) == exporting_ranks(run.manifest) == [0, 1, 2, 3]
+    assert [p.nbytes for p in posts.values()] == [
+        max(export(run.manifest, rank).nbytes, 256) for rank in range(4)
+    ]
+    member, _ = run.join(Needs.of(run.manifest, [Region((2, 0), (2, 6)), None, None]))
+    assert list(member._placement.readers._transports) == [1], "connected to that rank alone"
+    text = run.lead.explain()
+    assert "2 tensors sharded over x 4, 1 replicated" in text
+    assert "4 ranks hand out their own parts" in text
+    assert "this is rank 3; rank 0 coordinates" in run.publishers[3].explain()
 
 
-def test_an_error_while_parts_come_leaves_everyone_at_the_old_version(bench):
-    bench.source = Spread()
-    bench.publish()
-    follower = bench.follow()
-    bench.update()
-    fill(bench.source.model, 3.5)
-    bench.source.problem = PeerLostError("publisher rank 1 is gone", peers=["publisher rank 1"])
-    with pytest.raises(PeerLostError, match="publisher rank 1 is gone"):
-        bench.update()
-    error = follower.done()
-    assert isinstance(error, UpdateAbortedError)
-    assert "publisher rank 1 is gone" in str(error)
-    assert values(follower.model) == {1.0}
-    assert bench.publisher.version == 1
-    bench.source.problem = None
-    assert bench.update().version == 2
-    assert values(follower.model) == {3.5}
+def test_a_member_that_keeps_nothing_takes_part(job):
+    run = job(spread())
+    run.join(Needs.of(run.manifest, [None, None, None]))
+    results, errors = run.update()
+    assert not errors
+    assert results[0].members[0].nbytes == 0
+    assert run.members[0][0].version == 1
 
 
-def test_aliased_is_refused(bench):
-    bench.source = Spread()
-    with pytest.raises(UnsupportedFeatureError, match="'body' is spread"):
-        bench.publish(aliased=True)
+def test_a_rank_that_fails_is_named_and_everyone_keeps_the_old_version(job):
+    run = job(spread())
+    run.join(Needs.whole(run.manifest))
+    run.update()
+    before = [kept.copy() for kept in run.members[0][1].kept]
+    for rank in (0, 1):
+        run.change(5)
+        run.sources[rank].problem = ManifestError("its tensor is gone")
+        results, errors = run.update()
+        assert [type(r) for r in results] == [ManifestError, ManifestError]
+        other = results[1 - rank]
+        assert "its tensor is gone" in str(results[rank])
+        assert f"as rank {rank} reports" in str(other) or rank == 0
+        assert isinstance(errors[0], UpdateAbortedError)
+        for kept, old in zip(run.members[0][1].kept, before, strict=True):
+            assert np.array_equal(kept, old)
+        assert [p.version for p in run.publishers] == [1, 1]
+    results, errors = run.update()
+    assert not errors
+    assert [r.version for r in results] == [2, 2]
+    run.check()
 
 
-def test_rank_0_lets_the_others_go_however_an_update_ends(bench):
-    said = []
-    group = group_of_two(r0=lambda obj: said.append(obj) or obj, r1=lambda obj: obj)
-    bench.source = source = Spread()
-    bench.publish(group=group)
-    said.clear()
-    bench.follow()
-    bench.update()
-    assert source.calls[-1] == "dismiss"
-    assert said[-1]["report"]["version"] == 1
-    source.problem = ManifestError("cannot read")
-    with pytest.raises(ManifestError):
-        bench.update()
-    assert source.calls[-1] == "dismiss"
-    assert said[-1]["error"] == "ManifestError"
-    said.clear()
-    source.whole = False  # the stream broke: the others know, and no broadcast can follow
-    with pytest.raises(ManifestError):
-        bench.update()
-    assert source.calls[-1] == "dismiss"
-    assert said == []
+def test_a_rank_that_dies_is_named_and_everyone_keeps_the_old_version(job):
+    run = job(spread(degree=3))
+    run.join(Needs.whole(run.manifest))
+    run.update()
+
+    def die(*args):
+        run.groups[1].leave()
+        raise SystemExit
+
+    run.publishers[1]._worker._stage = die
+    real = run.groups[1].broadcast_object
+
+    def silent(obj, src=0, **options):
+        if src == 1:
+            raise CollectiveError("dead")
+        return real(obj, src, **options)
+
+    run.groups[1].broadcast_object = silent
+    run.change(3)
+    results, errors = run.update()
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerLostError)
+        assert results[rank].peers == ("publisher rank 1",)
+    assert isinstance(errors[0], UpdateAbortedError)
+    assert "publisher rank 1" in str(errors[0])
+    assert run.members[0][0].version == 1
+    assert run.lead.version == 1
 
 
-def test_the_other_ranks_serve_and_then_hear_the_outcome():
-    answers = [None, {"report": None, "version": 0}, {"report": None, "version": 7}]
-    mine = {}
+def test_a_rank_that_stalls_is_named_at_the_deadline(job):
+    run = job(spread(), timeout=1.0)
+    run.join(Needs.whole(run.manifest))
+    stage = run.publishers[1]._worker._stage
 
-    def rank_0(obj):
-        answer = answers.pop(0)
-        return mine.setdefault("said", obj) if answer is None else answer
+    def slow(order):
+        time.sleep(2.0)
+        return stage(order)
 
-    source = Spread()
-    group = group_of_two(rank=1, r0=rank_0)
-    with publish_weights(source, timeout=5, group=group) as publisher:
-        assert mine["said"].startswith("a model in parts")
-        assert publisher.update() is None  # the stand-in has no report to give
-        assert publisher.version == 7
-        assert source.calls == ["join", "look", "serve"]
-        assert "rank 1: rank 0 serves" in publisher.explain()
-        source.problem = PeerLostError("publisher rank 2 is gone (as rank 0 reports)")
-        with pytest.raises(PeerLostError, match="publisher rank 2"):
-            publisher.update()
-        assert answers == []
+    run.publishers[1]._worker._stage = slow
+    results, errors = run.update()
+    assert isinstance(results[0], UpdateTimeoutError)
+    assert results[0].missing == ("publisher rank 1",)
+    assert "publisher rank 1" in str(errors[0])
+    assert run.members[0][0].version == 0
+
+
+def test_a_byte_that_is_changed_in_another_rank_s_arena_is_found_by_tensor(job):
+    run = job(spread())
+    run.join(Needs.whole(run.manifest))
+    worker = run.publishers[1]._worker
+    stage = worker._stage
+
+    def corrupt(order):
+        said = stage(order)
+        worker._exporter.arena.bytes[3] ^= 1
+        return said
+
+    worker._stage = corrupt
+    results, errors = run.update()
+    assert isinstance(results[0], UpdateAbortedError)
+    assert isinstance(results[0].__cause__, CorruptionError)
+    assert "w" in results[0].__cause__.tensors
+    assert isinstance(results[1], UpdateAbortedError)
+    assert run.members[0][0].version == 0
+    worker._stage = stage
+    results, errors = run.update()
+    assert not errors
+    run.check()
+
+
+def test_members_that_keep_the_same_are_hashed_for_once(job):
+    run = job(spread())
+    for _ in range(3):
+        run.join(Needs.whole(run.manifest))
+    run.join(Needs.of(run.manifest, [Region((0, 0), (1, 6)), None, None]))
+    for _ in range(2):
+        run.update()
+    assert len(run.publishers[1]._worker._exporter._sides) == 2
+    assert len(run.publishers[1]._worker._kinds._known) == 2
+    run.check()
+
+
+def test_ranks_that_join_again_and_leave_do_not_pile_up(job):
+    run = job(spread())
+    for _ in range(4):
+        run.join(Needs.whole(run.manifest))
+        results, errors = run.update()
+        assert not errors
+        run.members.pop()[0].close()
+    assert [m.version for m in results[0].members][-1] == 4
+
+
+def test_nothing_is_staged_for_nobody(job):
+    run = job(spread())
+    results, _ = run.update()
+    assert results[0].members == ()
+    assert "begin" not in run.sources[1].calls
+    assert run.publishers[1].version == 1
+
+
+def test_bad_versions_and_late_words_are_the_same_on_every_rank(job):
+    run = job(spread())
+    run.join(Needs.whole(run.manifest))
+    assert all(r.version == 7 for r in run.update(7)[0])
+    results = run.all(lambda group: run.publishers[group.rank].update(3))
+    assert {type(r).__name__ for r in results} == {"VersionError"}
+
+
+def test_a_model_on_more_ranks_than_there_are_is_refused():
+    manifest = spread()
+    source = PartsSource(manifest, random_values(manifest), 0)
+    with pytest.raises(RankMismatchError, match="spread over 2 ranks .*publisher has 1"):
+        publish_weights(source)
+
+
+def test_a_rank_that_cannot_open_its_arena_is_named_on_all(monkeypatch):
+    from parallelkit.weights import shm
+
+    real = shm.ShmPublisher.__init__
+
+    def no_memory(self, nbytes, *, secret, rank=0, named=False):
+        if rank == 1:
+            raise TransportError("no memory left")
+        real(self, nbytes, secret=secret, rank=rank, named=named)
+
+    monkeypatch.setattr(shm.ShmPublisher, "__init__", no_memory)
+    manifest = spread()
+    groups = meet(2)
+    values = random_values(manifest)
+
+    def publish(group):
+        return publish_weights(PartsSource(manifest, values, group.rank), group=group, timeout=5.0)
+
+    before = threading.active_count()
+    results = on_ranks(groups, publish)
+    assert [type(r) for r in results] == [TransportError, TransportError]
+    assert "no memory left (as rank 1 reports)" in str(results[0])
+    assert "no memory left" in str(results[1])
+    assert threading.active_count() == before
+
+
+def test_aliased_is_refused_on_every_rank():
+    manifest = spread()
+    values = random_values(manifest)
+
+    def publish(group):
+        source = PartsSource(manifest, values, group.rank)
+        return publish_weights(source, group=group, timeout=5.0, aliased=True)
+
+    results = on_ranks(meet(2), publish)
+    assert [type(r) for r in results] == [UnsupportedFeatureError] * 2
 
 
 def test_ranks_of_which_one_holds_a_whole_model_are_told_apart():
-    group = group_of_two(r1=lambda obj: "model 1234, auto, verify digest, 5 s")
-    with pytest.raises(
-        RankMismatchError, match=r"rank 0: a model in parts.*\n.*rank 1: model 1234"
+    from parallelkit.testing.arrays import Arrays
+
+    manifest = spread()
+    values = random_values(manifest)
+
+    def publish(group):
+        if group.rank:
+            return publish_weights(Arrays({"w": np.ones(3)}), group=group, timeout=5.0)
+        return publish_weights(PartsSource(manifest, values, 0), group=group, timeout=5.0)
+
+    for result in on_ranks(meet(2), publish):
+        assert isinstance(result, RankMismatchError)
+        assert "rank 0: a model in parts" in str(result)
+
+
+def test_replicas_hear_the_outcome_and_hand_nothing_out():
+    from parallelkit.testing.arrays import Arrays
+
+    groups = meet(2)
+
+    def publish(group):
+        model = Arrays({"w": np.full(9, group.rank + 1.0)})
+        return publish_weights(model, group=group, timeout=5.0)
+
+    publishers = on_ranks(groups, publish)
+    target = Arrays({"w": np.zeros(9)})
+    with (
+        contextlib.closing(publishers[0]) as lead,
+        contextlib.closing(publishers[1]),
+        subscribe_weights(target, lead.ticket, timeout=5.0) as member,
     ):
-        publish_weights(Spread(), timeout=5, group=group)
-
-
-def test_whole_models_are_staged_as_before(bench):
-    bench.source = Arrays({"w": np.ones(3, np.float32)})
-    publisher = bench.publish()
-    bench.follow(model=Arrays({"w": np.zeros(3, np.float32)}))
-    report = bench.update()
-    assert "stage" in report.phases
-    assert "gather" not in report.phases
-    assert "sharded" not in publisher.explain()
+        member.serve()
+        results = on_ranks(groups, lambda group: publishers[group.rank].update())
+        assert member.step(5.0) == 1
+        assert results[0] == results[1]
+        assert set(target.arrays["w"]) == {1.0}
+        assert publishers[1]._worker._exporter is None

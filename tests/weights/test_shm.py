@@ -20,12 +20,23 @@ import pytest
 
 from parallelkit.errors import ProtocolError, TransportError
 from parallelkit.specs import HostIdentity, TransportRequest
-from parallelkit.weights import shm
+from parallelkit.weights import passes, shm
+from parallelkit.weights.regions import Span
 from parallelkit.weights.segments import HEADER_BYTES, SHM_DIR, Segment
 from parallelkit.weights.shm import ShmPublisher, ShmSubscriber, candidate
 
 SIZE = 5000
+SECRET = bytes(range(32))
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+def make(nbytes=SIZE, **options):
+    return ShmPublisher(nbytes, secret=SECRET, **options)
+
+
+def key():
+    """A fresh pass for the publishers here."""
+    return passes.issue(SECRET, 0)
 
 
 def open_fds():
@@ -45,26 +56,31 @@ def _nothing_is_left():
 
 @pytest.fixture(params=[False, True], ids=["anonymous", "named"])
 def publisher(request):
-    with contextlib.closing(ShmPublisher(SIZE, named=request.param)) as publisher:
+    with contextlib.closing(make(named=request.param)) as publisher:
         yield publisher
 
 
 @pytest.fixture
 def anonymous():
-    with contextlib.closing(ShmPublisher(SIZE)) as publisher:
+    with contextlib.closing(make()) as publisher:
         yield publisher
 
 
 @pytest.fixture
 def named():
-    with contextlib.closing(ShmPublisher(SIZE, named=True)) as publisher:
+    with contextlib.closing(make(named=True)) as publisher:
         yield publisher
 
 
 @pytest.fixture
 def join():
     with contextlib.ExitStack() as stack:
-        yield lambda offer: stack.enter_context(contextlib.closing(ShmSubscriber(offer)))
+
+        def join(publisher, pass_=None):
+            end = ShmSubscriber(publisher.offer(), key() if pass_ is None else pass_)
+            return stack.enter_context(contextlib.closing(end))
+
+        yield join
 
 
 def changed(offer, **fields):
@@ -75,29 +91,29 @@ def changed(offer, **fields):
 
 
 def test_several_subscribers_see_the_arena_and_the_epoch(publisher, join):
-    ends = [join(publisher.offer()) for _ in range(3)]
+    ends = [join(publisher) for _ in range(3)]
     assert publisher.name == ends[0].name == "shm"
     assert publisher.epoch == 0
     publisher.buffer[:5] = b"hello"
     assert publisher.bump() == publisher.epoch == 1
     for end in ends:
-        assert bytes(end.buffer[:6]) == b"hello\0"
-        assert end.epoch == 1
-        assert end.buffer.readonly
-        assert len(end.buffer) == SIZE
+        assert bytes(end.memory[:6]) == b"hello\0"
+        assert end.epoch(deadline=0) == 1
+        assert end.memory.readonly
+        assert len(end.memory) == SIZE
 
 
 def test_subscribers_keep_their_mapping_when_the_publisher_closes(publisher, join):
-    end = join(publisher.offer())
+    end = join(publisher)
     publisher.buffer[0] = 7
     publisher.close()
     publisher.close()
-    assert end.buffer[0] == 7
+    assert end.memory[0] == 7
 
 
 def test_views_that_are_kept_stay_valid(publisher, join):
-    end = join(publisher.offer())
-    view = np.frombuffer(end.buffer, np.uint8)
+    end = join(publisher)
+    view = np.frombuffer(end.memory, np.uint8)
     publisher.buffer[0] = 9
     end.close()
     publisher.close()
@@ -105,7 +121,7 @@ def test_views_that_are_kept_stay_valid(publisher, join):
 
 
 def test_the_descriptor_that_was_passed_does_not_reach_programs_that_are_started(publisher, join):
-    end = join(publisher.offer())
+    end = join(publisher)
     assert not os.get_inheritable(end._segment.fd)
     assert not os.get_inheritable(publisher._segment.fd)
 
@@ -113,56 +129,78 @@ def test_the_descriptor_that_was_passed_does_not_reach_programs_that_are_started
 def test_a_named_offer_has_a_path_and_an_anonymous_one_a_socket(named, anonymous):
     by_name, by_key = unpack(named.offer()), unpack(anonymous.offer())
     assert by_name["path"].startswith("/dev/shm/parallelkit-")
-    assert (by_name["socket"], by_name["key"]) == ("", b"")
+    assert by_name["socket"] == ""
     assert by_key["path"] == ""
-    assert len(by_key["key"]) == 32
     assert len(by_key["socket"]) > 40
+
+
+def test_an_offer_holds_no_secret_and_stays_the_same(publisher):
+    assert publisher.offer() == publisher.offer()
+    assert set(unpack(publisher.offer())) == {"nbytes", "socket", "path"}
 
 
 def test_a_publisher_s_start_removes_what_the_dead_left():
     uid, namespace = os.geteuid(), os.stat("/proc/self/ns/pid").st_ino
     left = SHM_DIR / f"parallelkit-{uid}-{2**22 + 7}-5-{namespace}-{secrets.token_hex(8)}"
     left.write_bytes(b"x")
-    with contextlib.closing(ShmPublisher(SIZE)):
+    with contextlib.closing(make()):
         assert not left.exists()
 
 
-# --- keys --------------------------------------------------------------------------------------
+# --- pulls -------------------------------------------------------------------------------------
 
 
-def test_every_offer_has_a_key_of_its_own(anonymous):
-    assert len({unpack(anonymous.offer())["key"] for _ in range(50)}) == 50
+def test_spans_are_packed_whatever_their_steps(publisher, join):
+    end = join(publisher)
+    publisher.buffer[:] = (np.arange(SIZE) % 251).astype(np.uint8).data
+    arena = np.arange(SIZE) % 251
+    spans = [Span(0, SIZE), Span(7, 3, ((4, 10),)), Span(5, 2, ((2, 100), (3, 9))), Span(9, 0)]
+    into = [np.zeros(span.nbytes, np.uint8) for span in spans]
+    end.pull(spans, into, epoch=0, deadline=time.monotonic() + 5)
+    assert into[0].tolist() == arena.tolist()
+    assert into[1].tolist() == [arena[7 + 10 * i + k] for i in range(4) for k in range(3)]
+    expected = [arena[5 + 100 * i + 9 * j + k] for i in (0, 1) for j in range(3) for k in (0, 1)]
+    assert into[2].tolist() == expected
 
 
-def test_a_key_works_once(anonymous, join):
-    offer = anonymous.offer()
-    join(offer)
+def test_a_pull_of_another_epoch_is_refused(publisher, join):
+    end = join(publisher)
+    publisher.bump()
+    with pytest.raises(TransportError, match="epoch"):
+        end.pull([Span(0, 1)], [np.zeros(1, np.uint8)], epoch=0, deadline=time.monotonic() + 5)
+
+
+# --- passes ------------------------------------------------------------------------------------
+
+
+def test_a_pass_works_once(anonymous, join):
+    once = key()
+    join(anonymous, once)
     for _ in range(2):
         with pytest.raises(TransportError, match="refused to hand over"):
-            ShmSubscriber(offer)
-    join(anonymous.offer())
+            join(anonymous, once)
+    join(anonymous)
 
 
-@pytest.mark.parametrize("key", [b"", b"k", bytes(32), b"k" * 32, b"k" * 4000])
-def test_a_wrong_key_is_refused_and_uses_nothing_up(anonymous, join, key):
-    offer = anonymous.offer()
-    with pytest.raises(TransportError, match="refused to hand over"):
-        ShmSubscriber(changed(offer, key=key))
-    right = unpack(offer)["key"]
-    for wrong in (right[:-1], right[:-1] + bytes([right[-1] ^ 1])):
+@pytest.mark.parametrize("wrong", [b"", b"k", bytes(32), b"k" * passes.PASS_BYTES, b"k" * 4000])
+def test_a_wrong_pass_is_refused_and_uses_nothing_up(anonymous, join, wrong):
+    right = key()
+    tried = [wrong, right[:-1], right[:-1] + bytes([right[-1] ^ 1]), right + b"x"]
+    tried += [passes.issue(SECRET, 1), passes.issue(bytes(32), 0)]
+    for bad in tried:
         with pytest.raises(TransportError, match="refused to hand over"):
-            ShmSubscriber(changed(offer, key=wrong))
-    join(offer)
+            join(anonymous, bad)
+    join(anonymous, right)
 
 
-def test_of_two_that_use_one_key_at_once_one_wins(anonymous):
-    offer, start = anonymous.offer(), threading.Barrier(8)
+def test_of_two_that_use_one_pass_at_once_one_wins(anonymous):
+    offer, once, start = anonymous.offer(), key(), threading.Barrier(8)
     ends, refused = [], []
 
     def use():
         start.wait()
         try:
-            ends.append(ShmSubscriber(offer))
+            ends.append(ShmSubscriber(offer, once))
         except TransportError as error:
             refused.append(error)
 
@@ -176,13 +214,18 @@ def test_of_two_that_use_one_key_at_once_one_wins(anonymous):
     assert (len(ends), len(refused)) == (1, 7)
 
 
-def test_another_user_gets_nothing_and_uses_no_key_up(anonymous, join, monkeypatch):
-    offer, mine = anonymous.offer(), os.geteuid()
+def test_another_user_gets_nothing_and_uses_no_pass_up(anonymous, join, monkeypatch):
+    once, mine = key(), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(TransportError):
-        ShmSubscriber(offer)
+        join(anonymous, once)
     monkeypatch.undo()
-    join(offer)
+    join(anonymous, once)
+
+
+def test_a_secret_of_another_length_is_refused():
+    with pytest.raises(TransportError, match="secret of 32 bytes"):
+        ShmPublisher(SIZE, secret=b"short")
 
 
 # --- offers that are malformed -----------------------------------------------------------------
@@ -197,15 +240,15 @@ def test_another_user_gets_nothing_and_uses_no_key_up(anonymous, join, monkeypat
         pack(None),
         pack([]),
         pack({}),
-        pack({"socket": "s", "key": b"k"}),
-        pack({"nbytes": "5000", "socket": "s", "key": b"k"}),
-        pack({"nbytes": 5000.5, "socket": "s", "key": b"k"}),
-        pack({"nbytes": 5000, "socket": b"s", "key": b"k"}),
-        pack({"nbytes": 5000, "socket": "s", "key": "k"}),
+        pack({"socket": "s"}),
+        pack({"nbytes": "5000", "socket": "s"}),
+        pack({"nbytes": 5000.5, "socket": "s"}),
+        pack({"nbytes": 5000, "socket": b"s"}),
+        pack({"nbytes": 5000, "socket": "s", "key": b"k"}),
         pack({"nbytes": 5000, "path": None}),
         pack({"nbytes": 5000, "path": "/dev/shm/parallelkit-x", "mode": 1}),
-        pack({"nbytes": 0, "socket": "s", "key": b"k"}),
-        pack({"nbytes": -1, "socket": "s", "key": b"k"}),
+        pack({"nbytes": 0, "socket": "s"}),
+        pack({"nbytes": -1, "socket": "s"}),
         pack({"nbytes": 5000}) + b"\0",
         b"\x91" * 100_000,
         b"\x81\xa1x" + b"\x91" * 100_000,
@@ -214,7 +257,7 @@ def test_another_user_gets_nothing_and_uses_no_key_up(anonymous, join, monkeypat
 )
 def test_malformed_offers(offer):
     with pytest.raises(ProtocolError, match="the shm offer is"):
-        ShmSubscriber(offer)
+        ShmSubscriber(offer, key())
 
 
 @pytest.mark.parametrize(
@@ -237,7 +280,7 @@ def test_malformed_offers(offer):
 )
 def test_paths_outside_are_refused(path):
     with pytest.raises(ProtocolError, match="which is no segment of parallelkit"):
-        ShmSubscriber(pack({"nbytes": SIZE, "path": path}))
+        ShmSubscriber(pack({"nbytes": SIZE, "path": path}), b"")
 
 
 @pytest.mark.parametrize(
@@ -245,27 +288,27 @@ def test_paths_outside_are_refused(path):
 )
 def test_names_that_cannot_be_opened(name):
     with pytest.raises(TransportError, match="cannot open the publisher's segment"):
-        ShmSubscriber(pack({"nbytes": SIZE, "path": f"/dev/shm/{name}"}))
+        ShmSubscriber(pack({"nbytes": SIZE, "path": f"/dev/shm/{name}"}), b"")
 
 
 @pytest.mark.parametrize("name", ["", "s", "x" * 107, "x" * 108, "x" * 10_000, "\0", "é" * 20])
 def test_sockets_where_nobody_listens(name):
     with pytest.raises(TransportError, match="cannot reach the publisher's shm socket"):
-        ShmSubscriber(pack({"nbytes": SIZE, "socket": name, "key": bytes(32)}))
+        ShmSubscriber(pack({"nbytes": SIZE, "socket": name}), key())
 
 
 def test_a_size_that_is_not_the_segment_s(publisher, join):
     for nbytes in (1, SIZE - 1, SIZE + 1, 2**62):
         with pytest.raises(TransportError, match="refused: it has"):
-            ShmSubscriber(changed(publisher.offer(), nbytes=nbytes))
-    join(publisher.offer())
+            ShmSubscriber(changed(publisher.offer(), nbytes=nbytes), key())
+    join(publisher)
 
 
 def test_a_closed_publisher(publisher):
     offer = publisher.offer()
     publisher.close()
     with pytest.raises(TransportError, match=r"cannot (reach|open) the publisher's"):
-        ShmSubscriber(offer)
+        ShmSubscriber(offer, key())
 
 
 @contextlib.contextmanager
@@ -301,7 +344,7 @@ def test_what_is_no_segment_is_refused_at_once(make):
 
 def _error(offer):
     try:
-        ShmSubscriber(offer).close()
+        ShmSubscriber(offer, key()).close()
     except Exception as error:
         return error
     return None
@@ -311,7 +354,7 @@ def _error(offer):
 def test_a_segment_that_others_may_open_is_refused(named, mode):
     named._segment.path.chmod(mode)
     with pytest.raises(TransportError, match="its mode is not 0600"):
-        ShmSubscriber(named.offer())
+        ShmSubscriber(named.offer(), key())
 
 
 # --- a publisher that is not ours --------------------------------------------------------------
@@ -328,12 +371,12 @@ def impostor(answer):
         def serve():
             peer, _ = listener.accept()
             with peer:
-                peer.recv(32)
+                peer.recv(passes.PASS_BYTES)
                 answer(peer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield pack({"nbytes": SIZE, "socket": name, "key": bytes(32)})
+        yield pack({"nbytes": SIZE, "socket": name})
         thread.join(5.0)
 
 
@@ -357,7 +400,7 @@ def a_file(nbytes=HEADER_BYTES + SIZE):
 def test_one_descriptor_is_expected(count):
     with impostor(pass_fds(*(a_file() for _ in range(count)))) as offer:
         with pytest.raises(TransportError, match="refused to hand over"):
-            ShmSubscriber(offer)
+            ShmSubscriber(offer, key())
 
 
 def test_a_descriptor_of_something_else_is_refused():
@@ -368,13 +411,13 @@ def test_a_descriptor_of_something_else_is_refused():
     ):
         with impostor(pass_fds(fd)) as offer:
             with pytest.raises(TransportError, match=message):
-                ShmSubscriber(offer)
+                ShmSubscriber(offer, key())
 
 
 def test_a_listener_that_hangs_up():
     with impostor(lambda peer: None) as offer:
         with pytest.raises(TransportError):
-            ShmSubscriber(offer)
+            ShmSubscriber(offer, key())
 
 
 def test_a_listener_that_says_nothing(monkeypatch):
@@ -383,7 +426,7 @@ def test_a_listener_that_says_nothing(monkeypatch):
     with impostor(lambda peer: done.wait(5.0)) as offer:
         started = time.monotonic()
         with pytest.raises(TransportError, match="timed out"):
-            ShmSubscriber(offer)
+            ShmSubscriber(offer, key())
         assert time.monotonic() - started < 3.0
         done.set()
 
@@ -400,12 +443,12 @@ def connect(publisher):
 def test_a_peer_that_says_nothing_keeps_others_waiting_for_a_second_at_most(anonymous, join):
     with connect(anonymous):
         started = time.monotonic()
-        join(anonymous.offer())
+        join(anonymous)
         assert time.monotonic() - started < 3.0
 
 
 def test_closing_does_not_wait_for_a_peer_that_says_nothing():
-    publisher = ShmPublisher(SIZE)
+    publisher = make()
     with connect(publisher):
         started = time.monotonic()
         publisher.close()
@@ -418,7 +461,7 @@ def test_peers_that_hang_up_or_talk_nonsense_do_no_harm(anonymous, join):
             with connect(anonymous) as peer, contextlib.suppress(OSError):
                 if nonsense:
                     peer.send(nonsense)
-    join(anonymous.offer())
+    join(anonymous)
 
 
 def test_running_out_of_descriptors_for_a_moment_does_no_harm(anonymous, join, monkeypatch):
@@ -438,13 +481,13 @@ def test_running_out_of_descriptors_for_a_moment_does_no_harm(anonymous, join, m
             peer.send(b"x")
             peer.recv(1)
     assert next(failures, None) is None
-    join(anonymous.offer())
+    join(anonymous)
 
 
 def test_many_that_join_and_leave_leave_nothing(anonymous):
     before = open_fds()
     for _ in range(50):
-        ShmSubscriber(anonymous.offer()).close()
+        ShmSubscriber(anonymous.offer(), key()).close()
     deadline = time.monotonic() + 5.0
     while open_fds() != before and time.monotonic() < deadline:
         time.sleep(0.005)  # the publisher's thread may still hold the last connection
@@ -488,7 +531,7 @@ def test_candidate(peer, device, reach, reason):
 
 
 def test_a_segment_that_was_never_handed_over_is_freed_with_the_publisher():
-    with contextlib.closing(ShmPublisher(1 << 20)) as publisher:
+    with contextlib.closing(make(1 << 20)) as publisher:
         assert isinstance(publisher._segment, Segment)
         publisher.offer()
     with pytest.raises(ValueError, match="released"):
