@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from parallelkit.weights.joining import subscribe_weights
     from parallelkit.weights.manifest import Manifest, TensorSpec
     from parallelkit.weights.plan import TransferPlan, plan_transfer
-    from parallelkit.weights.publisher import WeightPublisher, publish_weights
+    from parallelkit.weights.publisher import WeightPublisher
+    from parallelkit.weights.publishing import publish_weights
     from parallelkit.weights.report import MemberReport, TransferReport
     from parallelkit.weights.subscriber import WeightSubscriber
 
@@ -25,7 +26,7 @@ _HOMES = {
     "WeightSubscriber": "subscriber",
     "WeightsUnchangedWarning": "coordinator",
     "plan_transfer": "plan",
-    "publish_weights": "publisher",
+    "publish_weights": "publishing",
     "subscribe_weights": "joining",
 }
 

@@ -127,7 +127,7 @@ class Exporter:
 
     def adopt(self) -> None:
         """Let the source's tensors live in the arena."""
-        self._source.adopt([memoryview(span) for span in self._spans()])
+        self._source.adopt([span.data for span in self._spans()])
 
     def check_adopted(self) -> None:
         """Raise `StateError` if a tensor does not live in the arena any more."""

@@ -21,7 +21,8 @@ from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.manifest import check_exact
-from parallelkit.weights.placement import Placement, needs_of
+from parallelkit.weights.moves import needs_of
+from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.readers import Readers
 from parallelkit.weights.subscriber import WeightSubscriber

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 import numpy as np
 
 from parallelkit.errors import CorruptionError, ProtocolError, TransportError
-from parallelkit.protocols import RegionSink, WeightSink
+from parallelkit.protocols import WeightSink
 from parallelkit.weights.buckets import (
-    Bytes,
     Load,
     Table,
     Workers,
@@ -27,23 +25,22 @@ from parallelkit.weights.buckets import (
     to_wire,
     wanted_buckets,
 )
-from parallelkit.weights.exports import ALIGNMENT
 from parallelkit.weights.manifest import Manifest
-from parallelkit.weights.needs import Needs
+from parallelkit.weights.moves import (
+    Move,
+    Moves,
+    gathered,
+    joint_moves,
+    kept_bytes,
+    laid_out,
+    match,
+)
 from parallelkit.weights.plan import Bucket, TransferPlan
 from parallelkit.weights.readers import Readers
-from parallelkit.weights.regions import Span
+from parallelkit.weights.regions import Bytes, Span
 
 #: Buckets that are fetched in place before they are hashed.
 PLACED_BUCKETS: Final = 16
-
-
-class Move(NamedTuple):
-    """Bytes of one tensor from an arena, or from staging memory where `rank` is None."""
-
-    rank: int | None
-    source: Span
-    target: Span
 
 
 @attrs.frozen
@@ -81,9 +78,9 @@ class Placement:
         self._sink = sink
         self._verify = verify
         self._run_id = run_id
-        self._order = _match(self.plan.manifest, needs)
+        self._order = match(self.plan.manifest, needs)
         self._sizes = kept_bytes(self.plan)
-        self._starts, self._room = _laid_out(self._sizes)
+        self._starts, self._room = laid_out(self._sizes)
         self._spare: Bytes | None = None
         self._staging: Bytes | None = None
         self._source: tuple[list[Moves], Callable[[Move], Bytes]] | None = None
@@ -307,7 +304,7 @@ class Placement:
         for tensor, size, parts in moves:
             target = self._sink.destination(self._order[tensor])
             if target is None:
-                self._sink.write(self._order[tensor], _gathered(parts, size, memory).data)
+                self._sink.write(self._order[tensor], gathered(parts, size, memory).data)
                 continue
             live = _writable(target, size)
             for move in parts:
@@ -334,15 +331,7 @@ class Placement:
     def _moves_direct(self) -> list[Moves]:
         """For each tensor, how it is copied from arenas."""
         if self._moves is None:
-            found: dict[int, list[Move]] = {}
-            for piece in (p for bucket in self.plan.buckets for p in bucket.pieces):
-                move = Move(piece.rank, piece.source, piece.target)
-                moves = found.setdefault(piece.tensor, [])
-                joint = _joint(moves[-1], move) if moves else None
-                if joint is None:
-                    moves.append(move)
-                else:
-                    moves[-1] = joint
+            found = joint_moves(p for bucket in self.plan.buckets for p in bucket.pieces)
             self._moves = [Moves(t, n, found[t]) for t, _, n in self._kept()]
         return self._moves
 
@@ -361,85 +350,6 @@ class Placement:
                 for bucket in self.plan.buckets
             ]
         return self._tables[-1]
-
-
-class Moves(NamedTuple):
-    """All moves of one tensor, of which `nbytes` are kept."""
-
-    tensor: int
-    nbytes: int
-    parts: list[Move]
-
-
-def needs_of(sink: WeightSink, needs: Manifest, published: Manifest) -> Needs | None:
-    """What a sink keeps of each published tensor; None: everything.
-
-    Raises:
-        NeedsError: its regions are not inside the tensors, or too many or few.
-    """
-    if not isinstance(sink, RegionSink):
-        return None
-    regions = list(sink.regions())
-    order = _match(published, needs)
-    if len(regions) != len(needs.unique):
-        return Needs.of(published, regions)  # which says what is wrong
-    found = Needs.of(published, [None if i < 0 else regions[i] for i in order])
-    return None if found == Needs.whole(published) else found
-
-
-def kept_bytes(plan: TransferPlan) -> list[int]:
-    """Bytes kept of each unique tensor."""
-    kinds, which = plan.manifest.kinds
-    elements = [math.prod(region.sizes) for region in plan.needs.regions]
-    return [
-        elements[n] * kinds[kind].itemsize if n >= 0 else 0
-        for kind, n in zip(which, plan.needs.which.tolist(), strict=True)
-    ]
-
-
-def _laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor begins in memory of our own, and how much that is."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return starts, end
-
-
-def _joint(one: Move, other: Move) -> Move | None:
-    """Two moves as one, where the second goes on where the first ends on both sides."""
-    a, b = one.source, one.target
-    if a.steps or b.steps or other.source.steps or other.target.steps or one.rank != other.rank:
-        return None
-    if a.offset + a.run != other.source.offset or b.offset + b.run != other.target.offset:
-        return None
-    run = a.run + other.source.run
-    return Move(one.rank, Span(a.offset, run), Span(b.offset, run))
-
-
-def _gathered(moves: Sequence[Move], nbytes: int, memory: Callable[[Move], Bytes]) -> Bytes:
-    """One tensor's bytes one after another; a view where they lie so."""
-    if len(moves) == 1 and not moves[0].source.steps and not moves[0].target.steps:
-        start = moves[0].source.offset
-        return memory(moves[0])[start : start + nbytes]
-    out = np.empty(nbytes, np.uint8)
-    for move in moves:
-        copy_span(out, move.target, memory(move), move.source)
-    return out
-
-
-def _match(published: Manifest, needed: Manifest) -> list[int]:
-    """For each unique tensor published, its index among the target's unique tensors.
-
-    By any of its names that the target has; -1 where it has none.
-    """
-    owner = {t.name: t.alias_of or t.name for t in needed.tensors}
-    index = {t.name: i for i, t in enumerate(needed.unique)}
-    found = {t.name: -1 for t in published.unique}
-    for t in published.tensors:
-        if t.name in owner:
-            found[t.alias_of or t.name] = index[owner[t.name]]
-    return list(found.values())
 
 
 def _writable(target: memoryview, size: int) -> Bytes:

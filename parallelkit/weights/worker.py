@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from parallelkit.protocols import WeightSource
@@ -40,14 +41,12 @@ class Worker:
                 said = self._crew.hear(max(deadline - time.monotonic(), 0.01))
                 if "open" in said:
                     opening = Opening(**said["open"])
-                    _, problem = do_together(
-                        self._crew, lambda o=opening: self._open(o), opening.seconds
-                    )
+                    work = partial(self._open, opening)
+                    _, problem = do_together(self._crew, work, opening.seconds)
                 elif "orders" in said:
                     staging = Staging(**said["orders"])
-                    _, problem = do_together(
-                        self._crew, lambda o=staging: self._stage(o), staging.seconds
-                    )
+                    work = partial(self._stage, staging)
+                    _, problem = do_together(self._crew, work, staging.seconds)
                 else:
                     break
         except BaseException:

@@ -7,7 +7,7 @@ import numpy as np
 from parallelkit.testing.arrays import Arrays
 from parallelkit.weights.layout import Region
 from parallelkit.weights.manifest import Manifest, TensorSpec
-from parallelkit.weights.placement import needs_of
+from parallelkit.weights.moves import needs_of
 from parallelkit.weights.plan import plan_transfer
 
 

@@ -335,8 +335,9 @@ def test_members_that_keep_the_same_are_hashed_for_once(job):
 
 def test_ranks_that_join_again_and_leave_do_not_pile_up(job):
     run = job(spread())
-    for _ in range(4):
+    for seed in range(4):
         run.join(Needs.whole(run.manifest))
+        run.change(seed)
         results, errors = run.update()
         assert not errors
         run.members.pop()[0].close()

@@ -1,0 +1,142 @@
+"""The open phase at the trainer: `publish_weights`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from parallelkit import groups, hooks
+from parallelkit.errors import (
+    GroupError,
+    NoBackendError,
+    NotInitializedError,
+    WeightTransferError,
+)
+from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
+from parallelkit.weights.collective import agree
+from parallelkit.weights.coordinator import Settings
+from parallelkit.weights.endpoint import check_timeout
+from parallelkit.weights.plan import plan_transfer
+from parallelkit.weights.publisher import WeightPublisher
+
+VERIFY: Final = ("digest", "readback", "sample", "off")
+COMMIT: Final = ("auto", "staged", "in_place")
+
+
+def publish_weights(
+    model: Any,
+    *,
+    transport: str = "auto",
+    commit: str = "auto",
+    verify: str = "digest",
+    endpoint: str | None = None,
+    timeout: float = 60.0,
+    aliased: bool = False,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> WeightPublisher:
+    """Publish a model's weights, to be followed by subscribers in other processes.
+
+    Collective over `group`: every rank calls it with the same arguments, and its part of the same
+    model. With replicas (DDP) rank 0 serves, and the others learn each outcome. Of a model that is
+    spread over ranks (FSDP2, tensor parallel, pipelines) every rank describes and serves what it
+    holds. It blocks until all ranks agree on the manifest, not for subscribers.
+
+    Args:
+        model: an `nn.Module` (wrapped or compiled: plain names are published), whatever a plugin
+            knows, or a `WeightSource`.
+        transport: `"auto"`: each member gets what reaches it at the least cost; or a name from
+            `parallelkit doctor`, such as `"shm"` or `"tcp"`, for all.
+        commit: `"staged"`: bytes are complete and verified before the first live byte is written.
+            `"in_place"`: nothing is fetched before the decision; then members read straight into
+            live memory and compare digests, which needs no memory besides. What comes changed is
+            fetched once more, and then that member is quarantined. `"auto"` is staged.
+        verify: `"digest"` hashes every bucket at the source and as received; `"readback"` hashes
+            live memory too, after placement; `"sample"` a sixteenth of the buckets; `"off"`.
+        endpoint: address of the control channel, `"address:port"`; port 0 takes a free one. Default
+            loopback. Addresses that mean all interfaces are refused.
+        timeout: seconds for each half of an update (until the decision, and after it), for joining,
+            and for noticing a silent peer.
+        aliased: let the model's tensors live in the transport's memory, which saves the copy into
+            it. Their storage is replaced once, now; identity, values and ties stay. Do not give
+            them new storage later, and do not change them while `update` runs. Not for a model
+            that is spread over ranks.
+        group: the trainer's ranks; default the current group, or none.
+        options: for transports; `named=True` makes `shm` use a named segment, `encrypt=False`
+            lets `tcp` send bytes in the clear, with keyed hashes.
+
+    Raises:
+        NoBackendError: no plugin knows the model's type.
+        ManifestError: the model has nothing to publish, or something that cannot be.
+        NotInitializedError: a launcher started several ranks, and no process group is open.
+        RankMismatchError: the ranks' models differ.
+        UnsupportedFeatureError: a tensor is spread in a way that cannot be published, by name.
+        TransportError: no transport, no memory, or the endpoint cannot be used.
+        WeightTransferError: an argument is not one of those allowed.
+
+    Example:
+        >>> publisher = pk.publish_weights(model)                # doctest: +SKIP
+        >>> send_privately(publisher.ticket)                     # doctest: +SKIP
+        >>> report = publisher.update()                          # doctest: +SKIP
+    """
+    group = _current_group() if group is None else group
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise GroupError(f"group is a {type(group).__qualname__}; it is a process group, or None")
+    settings = Settings(
+        transport=transport,
+        commit="staged" if commit == "auto" else commit,
+        verify=verify,
+        aliased=aliased,
+        keep_last=False,
+        timeout=timeout,
+        endpoint=endpoint,
+        options=options,
+    )
+    source: WeightSource | None = None
+    problem: Exception | None = None
+    try:
+        _check_choice("verify", verify, VERIFY)
+        _check_choice("commit", commit, COMMIT)
+        check_timeout(timeout)
+        source = _source_of(model)
+        what = "a model in parts"
+        if not isinstance(source, ShardedSource):
+            what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
+        mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
+    except Exception as error:
+        problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
+    if group is not None and group.world_size > 1:
+        agree(group, mine, problem)
+    if source is None or problem is not None:
+        raise problem or WeightTransferError("nothing to publish")
+    if isinstance(source, ShardedSource):
+        source.join(group)
+    return WeightPublisher(source, settings, group)
+
+
+def _source_of(model: Any) -> WeightSource:
+    source = model if isinstance(model, WeightSource) else hooks.weight_source(model)
+    if source is None:
+        raise NoBackendError(
+            f"no installed plugin reads weights from a {type(model).__module__}."
+            f"{type(model).__qualname__}; for an nn.Module: pip install parallelkit-torch"
+        )
+    return source
+
+
+def _current_group() -> ProcessGroup | None:
+    try:
+        return groups.current_group()
+    except NotInitializedError:
+        launch = groups.read_launch()
+        if launch.world_size > 1:
+            raise NotInitializedError(
+                f"{launch.launcher} started {launch.world_size} ranks and no process group is "
+                "open: each rank would publish on its own. Call pk.init_process_group() first; it "
+                "adopts a group of torch.distributed, as DDP, Accelerate and Fabric make it"
+            ) from None
+        return None
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise WeightTransferError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
