@@ -17,6 +17,8 @@ import pytest
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
 #: Daemon threads that may outlive a test, by the start of their name.
 DAEMONS = ("QueueFeederThread", "tqdm_monitor")
+#: The same by their class: pyzmq's, which waits for messages sent without a copy to be gone.
+DAEMON_TYPES = ("GarbageCollectorThread",)
 #: Variables that pytest itself moves.
 MOVING = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
 PATIENCE_SECONDS = 3.0
@@ -90,6 +92,7 @@ def _threads() -> set[threading.Thread]:
         thread
         for thread in threading.enumerate()
         if not (thread.daemon and thread.name.startswith(DAEMONS))
+        and type(thread).__name__ not in DAEMON_TYPES
         and not isinstance(thread, threading._DummyThread)
     }
 

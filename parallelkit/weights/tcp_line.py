@@ -105,7 +105,8 @@ class Line:
                 dealer.curve_publickey, dealer.curve_secretkey = client
                 dealer.curve_serverkey = offer.key.encode()
             dealer.setsockopt(zmq.IPV6, int("[" in offer.endpoint))
-            dealer.setsockopt(zmq.MAXMSGSIZE, w.REPLY_BYTES)
+            # Encryption makes a frame some bytes longer.
+            dealer.setsockopt(zmq.MAXMSGSIZE, w.REPLY_BYTES + w.MAX_HEADER)
             dealer.setsockopt(zmq.LINGER, 0)
             # Never, in effect. -1 would drop what arrived unread before the connection's end.
             dealer.setsockopt(zmq.RECONNECT_IVL, _NO_RECONNECT_MS)
@@ -184,6 +185,8 @@ class Line:
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.greeted = True
+            elif event & _FAILED_HANDSHAKE and self.greeted:  # so it says of any message
+                self.gone = self.gone or self.lost("sent what was altered on its way")
             elif event & _FAILED_HANDSHAKE or (
                 event == zmq.EVENT_DISCONNECTED and not self.greeted
             ):
