@@ -7,31 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parallelkit_torch import pull
 from parallelkit_torch.sharded_weights import ShardedModuleSource, weight_source
 from parallelkit_torch.sharding import stages
 from parallelkit_torch.weights import ModuleSource
 from torch import nn
 
-from parallelkit.errors import PeerLostError, StateError, UnsupportedFeatureError
+from parallelkit.errors import StateError, UnsupportedFeatureError
 from parallelkit.protocols import ShardedSource
 from parallelkit.spawn import RankResult
 from parallelkit.testing.fake import FakeGroup
 from parallelkit.weights import publish_weights
 
 Job = Callable[..., list[RankResult]]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_follower_holds_the_whole_of_what_ranks_train_in_parts(job: Job, ranks: int) -> None:
-    job("sharded.py", ranks=ranks)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_follower_of_two_gpus(job: Job) -> None:
-    job("sharded.py", "cuda", ranks=2)
 
 
 @pytest.mark.ranks
@@ -91,14 +78,21 @@ def test_one_process_can_hold_all_stages() -> None:
         assert names == ["a.weight", "a.bias", "b.weight", "b.bias"]
         assert publisher.plan.manifest.mesh is None
         assert publisher.update().version == 1
-        publisher._sharded.gather(  # type: ignore[union-attr]
-            publisher._coordinator._spans(),  # type: ignore[union-attr]
-            seconds=5,
-            check=True,
-        )
-        arena = publisher._coordinator._arena  # type: ignore[union-attr]
-        weight = torch.from_numpy(arena[:16].copy()).view(torch.float32).reshape(2, 2)
-        assert torch.equal(weight, first.a.weight)
+
+
+def test_a_rank_gives_the_live_bytes_of_what_it_holds_and_nothing_else() -> None:
+    first, second = nn.Module(), nn.Module()
+    first.a, second.b = nn.Linear(2, 2), nn.Linear(2, 3)
+    source = ShardedModuleSource(Staged(s1=second, s0=first))
+    source.join(None)
+    assert source.device == "cpu"
+    data = source.host_bytes(0)
+    weight = torch.frombuffer(data, dtype=torch.float32).reshape(2, 2)
+    assert weight.data_ptr() == first.a.weight.data_ptr()
+    assert torch.equal(weight, first.a.weight)
+    source._parts.pop(2)  # as on a rank of another stage
+    with pytest.raises(StateError, match="'b.weight' is not on rank 0; this rank has 3 of 4"):
+        source.host_bytes(2)
 
 
 def test_before_join_there_is_no_manifest() -> None:
@@ -110,48 +104,3 @@ def test_a_group_of_another_framework_is_refused(spec: Callable[..., object]) ->
     group = FakeGroup(spec(world_size=2, framework="fake"))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedFeatureError, match="this one is of fake"):
         ShardedModuleSource(nn.Linear(2, 2)).join(group)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        pull.Word(pull.END),
-        pull.Word(pull.PULL, 7),
-        pull.Word(pull.DONE, 2**64 - 1),
-        pull.Word(pull.FAILED, 0, "ManifestError: was float32[2]"),
-        pull.Word(pull.LOST, 1023, "ß" * 200),
-    ],
-)
-def test_words_come_through(word: pull.Word) -> None:
-    tensor = word.to_tensor(torch.device("cpu"))
-    assert tensor.dtype == torch.uint8
-    assert tensor.numel() == 512
-    assert pull.Word.from_tensor(tensor) == word
-
-
-def test_a_long_text_is_cut() -> None:
-    tensor = pull.Word(pull.LATE, 1, "x" * 5000).to_tensor(torch.device("cpu"))
-    heard = pull.Word.from_tensor(tensor)
-    assert heard.text == "x" * len(heard.text)
-    assert 400 < len(heard.text) < 512
-
-
-def test_what_rank_0_left_behind_is_found() -> None:
-    store = torch.distributed.HashStore()
-    assert pull.look(store) is None
-    pull.leave(store, pull.Word(pull.LOST, 3, "publisher rank 3 is gone"))
-    assert pull.look(store) == pull.Word(pull.LOST, 3, "publisher rank 3 is gone")
-    assert pull.look(None) is None
-
-
-def test_on_a_broken_group_nothing_is_sent(spec: Callable[..., object]) -> None:
-    from parallelkit_torch.group import init_process_group
-
-    group = init_process_group(spec())  # type: ignore[arg-type]
-    try:
-        line = pull.Line(group.wire)
-        group.wire.broken = "publisher rank 1 is gone"
-        with pytest.raises(PeerLostError, match="earlier: publisher rank 1 is gone"):
-            line.hear(0, 1.0)
-    finally:
-        group.close()

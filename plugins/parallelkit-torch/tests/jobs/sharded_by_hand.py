@@ -1,7 +1,7 @@
-"""Four ranks publish models that they divided themselves: what comes together is exact.
+"""Four ranks publish models that they divided themselves: what they hand out is exact.
 
-No follower: rank 0 reads what lies in the arena. Values are counted up, so that every element says
-where it belongs, and changed on each rank alone, as an optimiser step does.
+No follower: what sources hand out is put together here. Values are counted up, so that every
+element says where it belongs, and changed on each rank alone, as an optimiser step does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from parallelkit_torch import pull
-from sharded_models import gather, stepped
+from parallelkit_torch.sharded_weights import ShardedModuleSource
+from sharded_models import collect, step_parts, stepped
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -62,29 +62,21 @@ def exact(
     layouts: dict[str, ShardLayout | None] | None = None,
     mesh: Mesh | None = None,
 ) -> None:
-    """Publish, change every part on its own rank, gather, compare; twice."""
-    with pk.publish_weights(model, timeout=20) as publisher:
-        manifest = publisher.plan.manifest
-        names = [t.name for t in manifest.tensors if t.alias_of is None]
-        assert names == list(expected), (names, list(expected))
-        if layouts is not None:
-            found = {t.name: t.layout for t in manifest.tensors}
-            assert found == layouts, found
-            assert manifest.mesh == mesh, manifest.mesh
-        for _ in range(2):
-            with torch.no_grad():
-                seen = set()
-                for module in getattr(model, "stage_modules", (model,)):
-                    for tensor in module.parameters():
-                        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                        if id(tensor) not in seen:
-                            local.copy_(stepped(local))
-                        seen.add(id(tensor))
-            expected = {name: stepped(tensor) for name, tensor in expected.items()}
-            arrived = gather(publisher)
-            for name, tensor in arrived.items():
-                assert torch.equal(tensor, expected[name]), (name, tensor, expected[name])
-            assert rank or set(arrived) == set(expected)
+    """Change every part on its own rank, collect, compare; twice."""
+    source = ShardedModuleSource(model)
+    source.join(group)
+    manifest = source.manifest()
+    names = [t.name for t in manifest.tensors if t.alias_of is None]
+    assert names == list(expected), (names, list(expected))
+    if layouts is not None:
+        found = {t.name: t.layout for t in manifest.tensors}
+        assert found == layouts, found
+        assert manifest.mesh == mesh, manifest.mesh
+    for _ in range(2):
+        step_parts(model)
+        expected = {name: stepped(tensor) for name, tensor in expected.items()}
+        for name, tensor in collect(source, group).items():
+            assert torch.equal(tensor, expected[name]), (name, tensor, expected[name])
 
 
 def refused(kind: type[ParallelKitError], said: str, model: nn.Module, **options: object) -> None:
@@ -299,36 +291,4 @@ with pk.publish_weights(model, timeout=20) as publisher:
     model.plain = kept
     assert publisher.update().version == 1
 
-# --- memory on the way: no more than two parcels, or parts, whatever the model has
-live = peak = 0
-plain_scratch = pull.scratch
-
-
-def watched(nbytes: int, device: torch.device) -> torch.Tensor:
-    global live, peak
-    import weakref
-
-    made = plain_scratch(nbytes, device)
-    live += nbytes
-    peak = max(peak, live)
-
-    def gone(nbytes: int = nbytes) -> None:
-        global live
-        live -= nbytes
-
-    weakref.finalize(made, gone)
-    return made
-
-
-pull.scratch = watched
-part = 4 << 20
-many = Holder(
-    **{f"r{i}": sharded(counted(4 * part // 4), line, Shard(0)) for i in range(4)},
-    **{f"c{i}": sharded(counted(2, 4 * part // 8), line, Shard(1)) for i in range(4)},
-)
-with pk.publish_weights(many, timeout=20) as publisher:
-    gather(publisher)
-limit = 2 * (16 << 20) if rank == 0 else 16 << 20
-assert 0 < peak <= limit + 16 * 512, f"rank {rank}: {peak} bytes at once"
-print(f"rank {rank}: at most {peak / 1e6:.1f} MB on the way, of {8 * 4 * part / 1e6:.0f} MB")
 group.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from models import decoder
-from sharded_models import gather, stepped
-from torch.distributed.tensor import DTensor
+from parallelkit_torch.sharded_weights import ShardedModuleSource
+from sharded_models import collect, step_parts, stepped
 
 import parallelkit as pk
 
@@ -25,14 +25,13 @@ for degrees, said in plans:
         names = [t.name for t in publisher.plan.manifest.tensors]
         assert sorted(names) == sorted(whole), (degrees, set(names) ^ set(whole))
         assert said in publisher.explain(), (degrees, publisher.explain())
-        for _ in range(2):
-            for name, tensor in gather(publisher).items():
-                assert torch.equal(tensor, whole[name]), (degrees, name)
-            whole = {name: stepped(tensor) for name, tensor in whole.items()}
-            with torch.no_grad():
-                for tensor in model.parameters():
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    local.copy_(stepped(local))
         assert publisher.update().version == 1
+    source = ShardedModuleSource(model)
+    source.join(group)
+    for _ in range(2):
+        for name, tensor in collect(source, group).items():
+            assert torch.equal(tensor, whole[name]), (degrees, name)
+        whole = {name: stepped(tensor) for name, tensor in whole.items()}
+        step_parts(model)
     context.reset()
 group.close()

@@ -1,12 +1,16 @@
-"""For trainers in parts and their followers: a model that is awkward to divide, and a gather."""
+"""For trainers in parts and their followers: a model that is awkward to divide, and its parts."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
+from parallelkit_torch.sharded_weights import ShardedModuleSource
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+import parallelkit as pk
+from parallelkit.weights.layout import owners
 
 
 class Block(nn.Module):
@@ -69,28 +73,35 @@ def stepped(tensor: torch.Tensor) -> torch.Tensor:
     return (wide * 2 + 1).to(tensor.dtype)
 
 
-def in_arena(publisher: Any) -> dict[str, torch.Tensor]:
-    """The whole tensors that lie in rank 0's arena."""
-    plan, arena = publisher.plan, publisher._coordinator._arena
+def collect(source: ShardedModuleSource, group: pk.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Whole tensors from what each rank hands out, on every rank; every element exactly once."""
+    source.look()
+    manifest = source.manifest()
     found = {}
-    for spec, offset, size in zip(plan.manifest.unique, plan.offsets, plan.sizes, strict=True):
-        whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        if size:
-            data = torch.from_numpy(arena[offset : offset + size].copy())
-            whole = data.view(whole.dtype).reshape(spec.shape)
-        found[spec.name] = whole
+    for index, spec in enumerate(manifest.unique):
+        dtype = getattr(torch, spec.dtype)
+        made = torch.empty(spec.shape, dtype=dtype)
+        times = torch.zeros(spec.shape, dtype=torch.int64)
+        for rank, box in owners(spec.layout, manifest.mesh, spec.shape):
+            mine = bytes(source.host_bytes(index)) if rank == group.rank else b""
+            said = group.broadcast_object(mine, src=rank)
+            assert isinstance(said, bytes)
+            part = torch.frombuffer(bytearray(said), dtype=dtype).reshape(box.sizes)
+            inside = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+            made[inside] = part
+            times[inside] += 1
+        assert bool((times == 1).all()), (spec.name, times)
+        found[spec.name] = made
     return found
 
 
-def gather(publisher: Any) -> dict[str, torch.Tensor]:
-    """What an update would bring into the arena; nothing on the other ranks."""
-    source = publisher._sharded
-    source.look()
-    if publisher._rank:
-        source.serve(20)
-        return {}
-    coordinator = publisher._coordinator
-    coordinator._arena[:] = 255
-    source.gather(coordinator._spans(), seconds=20, check=True)
-    assert source.dismiss()
-    return in_arena(publisher)
+def step_parts(model: nn.Module) -> None:
+    """Change every part on its own rank, as an optimiser step does; a pipeline's stages too."""
+    seen = set()
+    with torch.no_grad():
+        for module in getattr(model, "stage_modules", (model,)):
+            for tensor in [*module.parameters(), *module.buffers()]:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if id(tensor) not in seen:
+                    local.copy_(stepped(local))
+                seen.add(id(tensor))
