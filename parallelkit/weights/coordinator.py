@@ -21,6 +21,7 @@ from parallelkit.weights.control import ControlServer, Stop
 from parallelkit.weights.endpoint import parse_endpoint
 from parallelkit.weights.exporter import Exporter, Hashed
 from parallelkit.weights.identity import host_identity
+from parallelkit.weights.kept import Kept
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.members import Member, Members
 from parallelkit.weights.needs import Needs
@@ -96,6 +97,7 @@ class Coordinator:
         self._run_id = secrets.token_bytes(16)
         self._kinds = Kinds()
         self._unchanged = 0
+        self._kept: Kept | None = None
         self._phase_hook: Callable[[str], None] = lambda phase: None
         host, _ = parse_endpoint(settings.endpoint)
         device = source.device.partition(":")[0]
@@ -116,12 +118,16 @@ class Coordinator:
             run_id=self._run_id,
             verify=settings.verify,
             commit=settings.commit,
-            slots=1,
+            slots=self._slots,
             timeout=settings.timeout,
             sources=self.routes.sources,
             version=lambda: self.version,
         )
         self.server.start(self.members)
+
+    @property
+    def _slots(self) -> int:
+        return 2 if self.settings.keep_last else 1
 
     @property
     def exporter(self) -> Exporter:
@@ -134,6 +140,7 @@ class Coordinator:
         started, clock = time.time(), time.monotonic()
         self.server.check()
         self._dismiss_broken_groups()
+        self.members.begin_update(self.settings.timeout)
         self._source.begin()
         if self.settings.aliased:
             self.exporter.check_adopted()
@@ -142,7 +149,7 @@ class Coordinator:
             table=self.members,
             version=version,
             epoch=self._bump(),
-            slot=0,
+            slot=1 - self._kept.slot if self._kept is not None else 0,
             members=self.members.ready_for_update(),
             timeout=self.settings.timeout,
             in_place=self.settings.commit == "in_place",
@@ -156,6 +163,7 @@ class Coordinator:
             raise
         self.version = version  # decided: from here on the number is used, whatever happens
         self.exporter.committed()
+        self._keep(update, truths)
         members: list[MemberReport] | None = None
         try:
             members = update.commit(truths, readback=self.settings.verify == "readback")
@@ -165,6 +173,16 @@ class Coordinator:
         self._phase("committed")
         update.lap("commit")
         return self._report(update, started, members, truths)
+
+    def offer_kept(self) -> None:
+        """Let members that join from now on have the last committed version at once.
+
+        After an update, however it ended, once every rank of the publisher is at its epoch.
+        """
+        if self._kept is not None:
+            self._kept = attrs.evolve(self._kept, epoch=self.epoch)
+            for route, message in self.members.keep(self._kept):
+                self.server.send(route, message)
 
     def new_ticket(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
         """Issue a ticket; returns its string and number."""
@@ -214,7 +232,7 @@ class Coordinator:
             run_id=self._run_id,
             secret=self.routes.secret,
             host=host,
-            slots=1,
+            slots=self._slots,
             seconds=self.settings.timeout,
         )
         if self._crew.several:
@@ -230,6 +248,19 @@ class Coordinator:
         raise_failed(answers, problem)
         self.routes.posts = {rank: Post.from_plain(said) for rank, said in answers.items()}
 
+    def _keep(self, update: Update, truths: dict[Needs, Truth]) -> None:
+        """Remember what was decided, for members that join later."""
+        if self.settings.keep_last:
+            self._kept = Kept(
+                version=update.version,
+                epoch=update.epoch,
+                slot=update.slot,
+                truths=truths,
+                in_place=update.in_place,
+                readback=self.settings.verify == "readback",
+                timeout=self.settings.timeout,
+            )
+
     def _bump(self) -> int:
         self.epoch = self.exporter.arena.bump()
         return self.epoch
@@ -238,6 +269,8 @@ class Coordinator:
         """Everything before the decision; any error here leaves every member as it was."""
         aliased = self.settings.aliased
         kinds = list(dict.fromkeys(x.needs for x in update.members if x.needs is not None))
+        if self.settings.keep_last:
+            kinds = self.members.kinds() or [Needs.whole(self.manifest)]
         truths: dict[Needs, Truth] = {}
         update.begin()
         self._phase("begin")
@@ -318,6 +351,8 @@ class Coordinator:
         ratio, notes = self._changes(truths.values()), []
         if not members:
             notes.append("no member of a complete group was there; nothing was sent")
+        if self._kept is not None and not members:
+            notes.append("the version is kept for members that join")
         notes += self.members.absent(new=True)
         if self.unchanged_alarm():
             notes.append(self.unchanged_alarm())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from parallelkit.errors import NeedsError, ProtocolError, TicketError, Transport
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import Desk, Inbox, Lost, Received
+from parallelkit.weights.kept import REMEMBERED, Kept
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer
@@ -40,6 +42,8 @@ class Member:
         reason: why it is quarantined, lost or refused.
         transport: how it reaches the publisher's ranks: `shm`, `tcp`, or both.
         needs: what it keeps; known once it has joined.
+        catching: the version that it is being brought to by itself; decided: whether it may
+            have put that in place.
     """
 
     name: str
@@ -53,6 +57,8 @@ class Member:
     reason: str = ""
     transport: str = ""
     needs: Needs | None = attrs.field(default=None, repr=False)
+    catching: Kept | None = attrs.field(default=None, repr=False)
+    decided: bool = attrs.field(default=False, repr=False)
 
     @property
     def present(self) -> bool:
@@ -98,6 +104,7 @@ class Members(Desk):
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
         self._told: set[Member] = set()
+        self._kept: Kept | None = None
 
     def everyone(self) -> list[Member]:
         """All members that ever joined, by time of joining."""
@@ -152,6 +159,45 @@ class Members(Desk):
                 if other is not member and other.ticket is member.ticket and other.present
             ]
 
+    def kinds(self) -> list[Needs]:
+        """What members keep, each kind once: those that are here, and the latest of others."""
+        with self.changed:
+            here = [x.needs for x in self._all if x.needs is not None and x.present]
+            gone = [x.needs for x in reversed(self._all) if x.needs is not None and not x.present]
+        kinds = dict.fromkeys(here)
+        return [*kinds, *(n for n in dict.fromkeys(gone) if n not in kinds)][
+            : len(kinds) + REMEMBERED
+        ]
+
+    def keep(self, kept: Kept) -> Answers:
+        """Give a version to members that join from now on, and to those that lack it.
+
+        Returns:
+            Messages to send.
+        """
+        with self.changed:
+            self._kept = kept
+            late = [x for x in self._all if x.state == "joined" and x.version < kept.version]
+            return [answer for member in late for answer in self._catch_up(member)]
+
+    def begin_update(self, seconds: float) -> None:
+        """An update begins: end what is under way with single members.
+
+        Rounds that were decided are waited for, so many seconds; the others are dropped.
+        """
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            self._kept = None
+            while any(x.catching and x.decided for x in self._all):
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.changed.wait(left):
+                    break
+            for member in self._all:
+                if member.catching and member.decided:
+                    member.state = "quarantined"
+                    member.reason = f"no acknowledgement of version {member.catching.version}"
+                member.catching, member.decided = None, False
+
     def mark(
         self, member: Member, state: str, reason: str = "", version: int | None = None
     ) -> None:
@@ -185,8 +231,11 @@ class Members(Desk):
                 member.state, member.reason = "left", "it closed"
                 self._by_route.pop(route)
                 self.inbox.put(Lost(route))
+                member.catching, member.decided = None, False
                 self.changed.notify_all()
                 return []
+            if member.catching is not None and member.catching.mine(message):
+                return self._catching(member, member.catching, message)
         self.inbox.put(Received(route, message))
         return []
 
@@ -201,6 +250,7 @@ class Members(Desk):
             member = self._by_route.pop(route, None)
             if member is None:
                 return
+            member.catching, member.decided = None, False
             if member.present:
                 member.state, member.reason = "lost", "its connection ended"
                 self.inbox.put(Lost(route))
@@ -259,7 +309,29 @@ class Members(Desk):
             raise ProtocolError("the two ends computed different transfer plans")
         member.state = "joined"
         self.changed.notify_all()
-        return [(member.route, m.Joined(version=self._version()))]
+        return [(member.route, m.Joined(version=self._version())), *self._catch_up(member)]
+
+    def _catch_up(self, member: Member) -> Answers:
+        """Begin to bring a member to the version that is kept, if there is one for its kind."""
+        kept = self._kept
+        if kept is None or member.needs not in kept.truths or member.catching is not None:
+            return []
+        member.catching, member.decided = kept, False
+        return [(member.route, kept.begin())]
+
+    def _catching(self, member: Member, kept: Kept, message: m.ToPublisher) -> Answers:
+        """Go on with that."""
+        assert member.needs is not None
+        step = kept.answer(member.needs, message)
+        if step.failure and member.decided:
+            member.state, member.reason = "quarantined", step.failure
+        if step.done:
+            member.state, member.reason, member.version = "joined", "", kept.version
+        member.decided = member.decided or step.decided
+        if step.over:
+            member.catching, member.decided = None, False
+        self.changed.notify_all()
+        return [] if step.send is None else [(member.route, step.send)]
 
     def _needs(self, kept: m.Kept | None) -> Needs:
         if kept is None:

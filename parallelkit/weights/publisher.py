@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -157,7 +158,10 @@ class WeightPublisher:
             if self._sharded is not None:
                 self._sharded.look()
             limit = 2 * self._settings.timeout
-            report = self._collectively(lambda: self._update(version), limit)
+            try:
+                report = self._collectively(lambda: self._update(version), limit)
+            finally:
+                self._offer_kept()
         finally:
             self._busy = False
             if self._closed:
@@ -275,6 +279,15 @@ class WeightPublisher:
             return self._coordinator.update(next_version(self._version, asked))
         finally:
             self._version = self._coordinator.version
+
+    def _offer_kept(self) -> None:
+        """Let late members have the last version, now that every rank is at the same epoch."""
+        if not self._settings.keep_last or self._crew.broken or self._closed:
+            return
+        if self._crew.several:
+            self._crew.exchange({}, time.monotonic() + self._settings.timeout)
+        if self._coordinator is not None:
+            self._coordinator.offer_kept()
 
     def _collectively(self, work: Callable[[], T], seconds: float) -> T:
         """Do `work` on rank 0 and give its outcome, report or error, to every rank.

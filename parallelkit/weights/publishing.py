@@ -31,6 +31,7 @@ def publish_weights(
     endpoint: str | None = None,
     timeout: float = 60.0,
     aliased: bool = False,
+    keep_last: bool = False,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> WeightPublisher:
@@ -60,6 +61,10 @@ def publish_weights(
             it. Their storage is replaced once, now; identity, values and ties stay. Do not give
             them new storage later, and do not change them while `update` runs. Not for a model
             that is spread over ranks.
+        keep_last: keep the last committed version, in arenas of twice the size, and give it at once
+            to members that join or come back, while the trainer does something else. Without it
+            they wait for the next update. So does a member that keeps parts which none kept
+            before.
         group: the trainer's ranks; default the current group, or none.
         options: for transports; `named=True` makes `shm` use a named segment, `encrypt=False`
             lets `tcp` send bytes in the clear, with keyed hashes.
@@ -86,7 +91,7 @@ def publish_weights(
         commit="staged" if commit == "auto" else commit,
         verify=verify,
         aliased=aliased,
-        keep_last=False,
+        keep_last=keep_last,
         timeout=timeout,
         endpoint=endpoint,
         options=options,
@@ -97,11 +102,17 @@ def publish_weights(
         _check_choice("verify", verify, VERIFY)
         _check_choice("commit", commit, COMMIT)
         check_timeout(timeout)
+        if keep_last and aliased:
+            raise WeightTransferError(
+                "keep_last=True with aliased=True: the model lives in the arena, where the last "
+                "version cannot be kept while it trains; choose one of them"
+            )
         source = _source_of(model)
         what = "a model in parts"
         if not isinstance(source, ShardedSource):
             what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
         mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
+        mine += ", keep_last" if keep_last else ""
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:

@@ -11,14 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-import attrs
-
 from parallelkit.errors import (
-    ParallelKitError,
     PeerLostError,
     ProtocolError,
     QuarantinedError,
     StateError,
+    TransportError,
     UpdateAbortedError,
     UpdateTimeoutError,
     WeightTransferError,
@@ -27,28 +25,12 @@ from parallelkit.errors import (
 from parallelkit.weights import messages as m
 from parallelkit.weights.buckets import Workers
 from parallelkit.weights.client import ControlClient
-from parallelkit.weights.placement import Fetch, Placement
+from parallelkit.weights.placement import Placement
+from parallelkit.weights.rounds import Round, Superseded, Talk
 
 #: Name of the thread that `serve` starts: it touches no framework, nor may a sink called in it.
 SERVE_THREAD: Final = "parallelkit-subscriber"
 _SERVE_POLL_SECONDS = 0.5
-#: A subscriber waits this much longer than the publisher, whose word on a deadline comes first.
-_GRACE_SECONDS = 1.0
-
-
-@attrs.frozen
-class _Round:
-    """The update that this subscriber takes part in."""
-
-    version: int
-    epoch: int
-    slot: int
-    timeout: float
-
-    def fetch(self) -> Fetch:
-        """What its bytes are fetched by, from now on."""
-        deadline = time.monotonic() + self.timeout
-        return Fetch(self.version, self.epoch, self.slot, deadline)
 
 
 class WeightSubscriber:
@@ -67,7 +49,7 @@ class WeightSubscriber:
         self.name = welcome.name
         self.plan = placement.plan
         self._client = client
-        self._session = welcome.session
+        self._talk = Talk(client, welcome.session)
         self._verify = welcome.verify
         self._in_place = welcome.commit == "in_place"
         self._timeout = welcome.timeout
@@ -139,7 +121,7 @@ class WeightSubscriber:
                 self._release()
 
     def _step(self, deadline: float, seconds: float) -> int:
-        begin = self._await_begin(deadline)
+        begin = self._talk.await_begin(deadline)
         if begin is None:
             if seconds == 0:
                 return self._version
@@ -210,8 +192,7 @@ class WeightSubscriber:
             self._released = True
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
-        with contextlib.suppress(ParallelKitError):
-            self._client.send(m.Leave(session=self._session))
+        self._talk.leave()
         self._client.close()
         self._placement.release()
         self._placement.readers.close()
@@ -226,53 +207,47 @@ class WeightSubscriber:
     def _phase(self, name: str) -> None:
         """Does nothing; fault tests replace it."""
 
-    def _await_begin(self, deadline: float) -> _Round | None:
+    def _take_part(self, update: Round, *, staged: bool) -> None:
+        """From `Begin` to the end of one update, or of the one that comes instead of it."""
         while True:
-            message = self._client.receive(deadline)
-            if message is None:
-                return None
-            if isinstance(message, m.Begin):
-                seconds = min(message.timeout, 86400.0)
-                return _Round(message.version, message.epoch, message.slot, seconds)
-            self._refuse_close(message)
-            # Anything else belongs to an update that we are no longer in.
+            try:
+                return self._one_round(update, staged=staged)
+            except Superseded as newer:
+                update = newer.round
 
-    def _take_part(self, update: _Round, *, staged: bool) -> None:
-        """From `Begin` to the end of one update."""
+    def _one_round(self, update: Round, *, staged: bool) -> None:
         phase = "begin"
         try:
-            if update.version <= max(self._version, self._placement.staged_version):
+            here = max(self._version, self._placement.staged_version)
+            if update.version <= here:
                 raise ProtocolError(
-                    f"the publisher began version {update.version}, and version "
-                    f"{max(self._version, self._placement.staged_version)} is here already"
+                    f"the publisher began version {update.version}, and version {here} is here "
+                    "already"
                 )
             self._phase("begin")
             self._placement.check()
-            self._client.send(self._answer(m.Ready, update))
-            self._await(update, m.Transfer, "transfer")
+            self._talk.say(m.Ready, update)
+            self._talk.await_next(update, m.Transfer, "transfer", self._version)
             phase = "transfer"
             started = time.monotonic()
-            digests = b""
-            if not self._in_place:
-                digests = self._placement.fetch(update.fetch(), self._workers, staged=staged)
-            self._check_epoch(update)
+            digests = self._fetch(update, staged=staged)
             self._phase("transfer")
             seconds = time.monotonic() - started
-        except (UpdateAbortedError, PeerLostError):
+        except (UpdateAbortedError, Superseded):
             raise
         except BaseException as error:
-            self._tell_failed(update, phase, error)
+            self._talk.failed(update, phase, error)
             raise
         # From here on the publisher may decide: whatever ends this early, the outcome is in doubt.
         decided = False
         try:
-            self._client.send(self._answer(m.Prepared, update, digests=digests, seconds=seconds))
+            self._talk.say(m.Prepared, update, digests=digests, seconds=seconds)
             self._phase("prepared")
-            commit = self._await(update, m.Commit, "decision")
+            commit = self._talk.await_next(update, m.Commit, "decision", self._version)
             decided = True
             self._phase("commit")
             ack = self._place(update, commit.digests, staged=staged)
-        except UpdateAbortedError:
+        except (UpdateAbortedError, Superseded):
             raise
         except BaseException as error:
             self._quarantine(update, error, decided=decided)
@@ -281,7 +256,19 @@ class WeightSubscriber:
         with contextlib.suppress(PeerLostError):  # it is in place whether or not anyone hears
             self._client.send(ack)
 
-    def _quarantine(self, update: _Round, error: BaseException, *, decided: bool) -> None:
+    def _fetch(self, update: Round, *, staged: bool) -> bytes:
+        """Fetch and hash the bytes; in place, see that they are there still."""
+        digests = b""
+        try:
+            if not self._in_place:
+                digests = self._placement.fetch(update.fetch(), self._workers, staged=staged)
+            self._check_epoch(update)
+        except TransportError:
+            self._talk.hear_why(update, self._version)
+            raise
+        return digests
+
+    def _quarantine(self, update: Round, error: BaseException, *, decided: bool) -> None:
         """Serve nothing until the next commit, and say so; raises for errors of placing."""
         text = f"{type(error).__name__}: {error}"
         self._doubt = (
@@ -290,12 +277,12 @@ class WeightSubscriber:
             else f"prepared for version {update.version}, and then: {text}; the publisher went "
             "away, or this process stopped waiting, before the decision was known"
         )
-        self._tell_failed(update, "commit" if decided else "decision", error)
+        self._talk.failed(update, "commit" if decided else "decision", error)
         if decided and isinstance(error, Exception):
             raise QuarantinedError(self._doubt) from error
         error.add_note(f"this subscriber is quarantined: {self._doubt}")
 
-    def _place(self, update: _Round, expected: bytes, *, staged: bool) -> m.Committed:
+    def _place(self, update: Round, expected: bytes, *, staged: bool) -> m.Committed:
         """Put the bytes in place (or keep them), in place after fetching them now.
 
         Returns:
@@ -325,7 +312,7 @@ class WeightSubscriber:
                 readback = self._placement.readback(update.version, self._workers)
             self._doubt = self._torn = ""
             self._version = update.version
-        answer: m.Committed = self._answer(
+        answer: m.Committed = self._talk.answer(
             m.Committed,
             update,
             readback=readback,
@@ -377,7 +364,7 @@ class WeightSubscriber:
     def _serve(self) -> None:
         while not self._closed:
             try:
-                begin = self._await_begin(time.monotonic() + _SERVE_POLL_SECONDS)
+                begin = self._talk.await_begin(time.monotonic() + _SERVE_POLL_SECONDS)
                 if begin is not None:
                     self._take_part(begin, staged=True)
             except PeerLostError as error:
@@ -391,49 +378,9 @@ class WeightSubscriber:
             self._error = error
             self._staged.notify_all()
 
-    def _await(self, update: _Round, kind: type[Any], what: str) -> Any:
-        """Wait for one message of this update."""
-        deadline = time.monotonic() + update.timeout + _GRACE_SECONDS
-        while True:
-            message = self._client.receive(deadline)
-            if message is None:
-                raise UpdateTimeoutError(
-                    f"the {self._client.peer} sent no {what} of version "
-                    f"{update.version} within {update.timeout:g} s",
-                    missing=[self._client.peer],
-                )
-            self._refuse_close(message)
-            if getattr(message, "epoch", None) != update.epoch:
-                continue
-            if isinstance(message, m.Abort):
-                raise UpdateAbortedError(
-                    f"the publisher aborted version {update.version}: {message.reason}; version "
-                    f"{self._version} stays"
-                )
-            if isinstance(message, kind):
-                return message
-            raise ProtocolError(f"{type(message).__name__} while waiting for the {what}")
-
-    def _answer(self, kind: type[Any], update: _Round, **fields: Any) -> Any:
-        return kind(session=self._session, version=update.version, epoch=update.epoch, **fields)
-
-    def _tell_failed(self, update: _Round, phase: str, error: BaseException) -> None:
-        with contextlib.suppress(ParallelKitError):
-            name, text = type(error).__name__, m.clip(str(error))
-            failed = self._answer(m.Failed, update, phase=phase, error=name, message=text)
-            self._client.send(failed)
-
-    def _check_epoch(self, update: _Round) -> None:
+    def _check_epoch(self, update: Round) -> None:
         deadline = time.monotonic() + update.timeout
         self._placement.readers.check_epoch(update.epoch, update.version, deadline)
-
-    def _refuse_close(self, message: Any) -> None:
-        if isinstance(message, m.Close):
-            peer = self._client.peer
-            text = f"the {peer} ended this subscription: {message.reason}"
-            raise PeerLostError(text, peers=[peer])
-        if isinstance(message, m.Refused):
-            raise m.error_of(message)
 
     def _refuse_if_quarantined(self) -> None:
         if self._doubt or self._torn:

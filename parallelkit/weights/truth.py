@@ -94,6 +94,16 @@ class Truth:
         return sorted({name for i in bad for name in plan.names_in(plan.buckets[i])})
 
 
+def misplaced(truth: Truth, readback: bytes) -> str:
+    """What is wrong with a member's digests of live memory, or `""`."""
+    reason, names = truth.problem(readback)
+    if not reason:
+        return ""
+    if not names:
+        return f"its read-back digests are malformed: it {reason}"
+    return f"live memory differs after placement, in {', '.join(names[:6])}"
+
+
 def hashed_to_plain(hashed: Sequence[Hashed]) -> list[Any]:
     """Plain form, for rank 0."""
     return [[h.digests.astype("<u8").tobytes(), h.nbytes, h.changed] for h in hashed]

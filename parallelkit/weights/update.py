@@ -30,7 +30,7 @@ from parallelkit.weights.control import ControlServer, Lost, Stop
 from parallelkit.weights.members import Member, Members
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.report import MemberReport
-from parallelkit.weights.truth import Truth
+from parallelkit.weights.truth import Truth, misplaced
 
 
 @attrs.define(eq=False)
@@ -169,7 +169,7 @@ class Update:
             elif isinstance(item.message, m.Committed) and self._mine(item.message):
                 wrong = ""
                 if readback and not item.message.staged:
-                    wrong = _misplaced(_truth(truths, sender), item.message.readback)
+                    wrong = misplaced(_truth(truths, sender), item.message.readback)
                 state = "staged" if item.message.staged else "committed"
                 settle(sender, "quarantined" if wrong else state, wrong, item.message)
             elif isinstance(item.message, m.Failed) and self._mine(item.message):
@@ -237,16 +237,6 @@ class Update:
 def _truth(truths: Mapping[Needs, Truth], member: Member) -> Truth:
     assert member.needs is not None  # known since it joined
     return truths[member.needs]
-
-
-def _misplaced(truth: Truth, readback: bytes) -> str:
-    """What is wrong with a member's digests of live memory, or `""`."""
-    reason, names = truth.problem(readback)
-    if not reason:
-        return ""
-    if not names:
-        return f"its read-back digests are malformed: it {reason}"
-    return f"live memory differs after placement, in {', '.join(names[:6])}"
 
 
 def _listing(failures: dict[str, str]) -> str:

@@ -24,123 +24,16 @@ from parallelkit.errors import (
 from parallelkit.protocols import RegionSink, ShardedSource
 from parallelkit.testing.meeting import meet, on_ranks
 from parallelkit.testing.parts import PartsSink, PartsSource
-from parallelkit.testing.shards import random_manifest, random_needs, random_values, slices
+from parallelkit.testing.shards import random_manifest, random_needs, random_values
 from parallelkit.weights import publish_weights, subscribe_weights
 from parallelkit.weights.exports import export, exporting_ranks
-from parallelkit.weights.layout import Mesh, Region, ShardLayout
-from parallelkit.weights.manifest import Manifest, TensorSpec
+from parallelkit.weights.layout import Region
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.report import report_from_dict
 
-SECONDS = 10.0
 
-
-class Job:
-    """A publisher whose ranks are threads, and its members, each stepping in a thread."""
-
-    def __init__(self, manifest, *, seed=0, **options):
-        self.manifest = manifest
-        self.values = random_values(manifest, seed)
-        world = manifest.mesh.size if manifest.mesh is not None else 1
-        self.groups = meet(world, timeout=SECONDS)
-        self.sources = [PartsSource(manifest, self.values, rank) for rank in range(world)]
-        self.options = {"timeout": SECONDS} | options
-        self.publishers = self.each(self._publish)
-        self.members = []
-
-    def _publish(self, group):
-        return publish_weights(self.sources[group.rank], group=group, **self.options)
-
-    @property
-    def lead(self):
-        return self.publishers[0]
-
-    def each(self, work):
-        """Results of all ranks; raises the first error."""
-        results = self.all(work)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-    def all(self, work):
-        return on_ranks(self.groups, work)
-
-    def join(self, needs, indirect=frozenset()):
-        sink = PartsSink(self.manifest, needs, frozenset(indirect))
-        member = subscribe_weights(sink, self.lead.new_ticket(), timeout=SECONDS)
-        self.members.append((member, sink, needs))
-        return member, sink
-
-    def change(self, seed):
-        """Give every tensor other bytes."""
-        for mine, new in zip(self.values, random_values(self.manifest, seed), strict=True):
-            mine[...] = new
-
-    def update(self, version=None):
-        """One update in which all members step: each rank's report or error, members' errors."""
-        errors = {}
-
-        def step(number, member):
-            try:
-                member.step(SECONDS)
-            except Exception as error:
-                errors[number] = error
-
-        threads = [
-            threading.Thread(target=step, args=(i, member), daemon=True)
-            for i, (member, *_) in enumerate(self.members)
-        ]
-        for thread in threads:
-            thread.start()
-        results = self.all(lambda group: self.publishers[group.rank].update(version))
-        for thread in threads:
-            thread.join(2 * SECONDS)
-        return results, errors
-
-    def check(self):
-        """Every member holds what it keeps of the present values, bit for bit."""
-        for _, sink, needs in self.members:
-            for i, (value, kept) in enumerate(zip(self.values, sink.kept, strict=True)):
-                box = needs[i]
-                expected = b"" if box is None else value[slices(box)].tobytes()
-                assert kept.tobytes() == expected, self.manifest.unique[i]
-
-    def close(self):
-        for member, *_ in self.members:
-            member.close()
-        for publisher in self.publishers:
-            publisher.close()
-
-
-@pytest.fixture
-def job():
-    with contextlib.ExitStack() as stack:
-
-        def make(*args, **options):
-            return stack.enter_context(contextlib.closing(Job(*args, **options)))
-
-        yield make
-
-
-def spread(rows=8, columns=6, degree=2):
-    """`w` by rows, `c` by columns, `norm` everywhere, over `degree` ranks."""
-    return Manifest(
-        [
-            TensorSpec(
-                name="w", dtype="float32", shape=(rows, columns), layout=ShardLayout([("x", 0)])
-            ),
-            TensorSpec(
-                name="c", dtype="int16", shape=(rows, columns), layout=ShardLayout([("x", 1)])
-            ),
-            TensorSpec(name="norm", dtype="float64", shape=(columns,)),
-        ],
-        Mesh(("x",), (degree,)),
-    )
-
-
-def test_the_fakes_are_what_the_protocol_says():
+def test_the_fakes_are_what_the_protocol_says(spread):
     manifest = spread()
     assert isinstance(PartsSource(manifest, random_values(manifest), 0), ShardedSource)
     assert isinstance(PartsSink(manifest, Needs.whole(manifest), frozenset()), RegionSink)
@@ -149,7 +42,9 @@ def test_the_fakes_are_what_the_protocol_says():
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("commit", ["staged", "in_place"])
 @pytest.mark.parametrize("verify", ["digest", "readback", "sample", "off"])
-def test_members_get_what_they_keep_from_the_ranks_that_have_it(job, transport, commit, verify):
+def test_members_get_what_they_keep_from_the_ranks_that_have_it(
+    job, transport, commit, verify, spread
+):
     run = job(spread(rows=7), transport=transport, commit=commit, verify=verify)
     half = Needs.of(run.manifest, [Region((3, 0), (2, 6)), Region((0, 1), (7, 4)), None])
     run.join(Needs.whole(run.manifest))
@@ -204,7 +99,7 @@ def test_random_models_meshes_and_needs(job, seed):
             assert member.nbytes == plan_transfer(manifest, needs).nbytes
 
 
-def test_each_rank_hands_out_its_own_export_and_no_other(job):
+def test_each_rank_hands_out_its_own_export_and_no_other(job, spread):
     run = job(spread(degree=4))
     posts = run.lead._coordinator.routes.posts
     assert list(posts) == exporting_ranks(run.manifest) == [0, 1, 2, 3]
@@ -219,7 +114,7 @@ def test_each_rank_hands_out_its_own_export_and_no_other(job):
     assert "this is rank 3; rank 0 coordinates" in run.publishers[3].explain()
 
 
-def test_a_member_that_keeps_nothing_takes_part(job):
+def test_a_member_that_keeps_nothing_takes_part(job, spread):
     run = job(spread())
     run.join(Needs.of(run.manifest, [None, None, None]))
     results, errors = run.update()
@@ -228,7 +123,7 @@ def test_a_member_that_keeps_nothing_takes_part(job):
     assert run.members[0][0].version == 1
 
 
-def test_a_rank_that_fails_is_named_and_everyone_keeps_the_old_version(job):
+def test_a_rank_that_fails_is_named_and_everyone_keeps_the_old_version(job, spread):
     run = job(spread())
     run.join(Needs.whole(run.manifest))
     run.update()
@@ -251,7 +146,7 @@ def test_a_rank_that_fails_is_named_and_everyone_keeps_the_old_version(job):
     run.check()
 
 
-def test_a_rank_that_dies_is_named_and_everyone_keeps_the_old_version(job):
+def test_a_rank_that_dies_is_named_and_everyone_keeps_the_old_version(job, spread):
     run = job(spread(degree=3))
     run.join(Needs.whole(run.manifest))
     run.update()
@@ -280,7 +175,7 @@ def test_a_rank_that_dies_is_named_and_everyone_keeps_the_old_version(job):
     assert run.lead.version == 1
 
 
-def test_a_rank_that_stalls_is_named_at_the_deadline(job):
+def test_a_rank_that_stalls_is_named_at_the_deadline(job, spread):
     run = job(spread(), timeout=1.0)
     run.join(Needs.whole(run.manifest))
     stage = run.publishers[1]._worker._stage
@@ -297,7 +192,7 @@ def test_a_rank_that_stalls_is_named_at_the_deadline(job):
     assert run.members[0][0].version == 0
 
 
-def test_a_byte_that_is_changed_in_another_rank_s_arena_is_found_by_tensor(job):
+def test_a_byte_that_is_changed_in_another_rank_s_arena_is_found_by_tensor(job, spread):
     run = job(spread())
     run.join(Needs.whole(run.manifest))
     worker = run.publishers[1]._worker
@@ -321,7 +216,7 @@ def test_a_byte_that_is_changed_in_another_rank_s_arena_is_found_by_tensor(job):
     run.check()
 
 
-def test_members_that_keep_the_same_are_hashed_for_once(job):
+def test_members_that_keep_the_same_are_hashed_for_once(job, spread):
     run = job(spread())
     for _ in range(3):
         run.join(Needs.whole(run.manifest))
@@ -333,7 +228,7 @@ def test_members_that_keep_the_same_are_hashed_for_once(job):
     run.check()
 
 
-def test_ranks_that_join_again_and_leave_do_not_pile_up(job):
+def test_ranks_that_join_again_and_leave_do_not_pile_up(job, spread):
     run = job(spread())
     for seed in range(4):
         run.join(Needs.whole(run.manifest))
@@ -344,7 +239,7 @@ def test_ranks_that_join_again_and_leave_do_not_pile_up(job):
     assert [m.version for m in results[0].members][-1] == 4
 
 
-def test_nothing_is_staged_for_nobody(job):
+def test_nothing_is_staged_for_nobody(job, spread):
     run = job(spread())
     results, _ = run.update()
     assert results[0].members == ()
@@ -352,7 +247,7 @@ def test_nothing_is_staged_for_nobody(job):
     assert run.publishers[1].version == 1
 
 
-def test_bad_versions_and_late_words_are_the_same_on_every_rank(job):
+def test_bad_versions_and_late_words_are_the_same_on_every_rank(job, spread):
     run = job(spread())
     run.join(Needs.whole(run.manifest))
     assert all(r.version == 7 for r in run.update(7)[0])
@@ -360,14 +255,14 @@ def test_bad_versions_and_late_words_are_the_same_on_every_rank(job):
     assert {type(r).__name__ for r in results} == {"VersionError"}
 
 
-def test_a_model_on_more_ranks_than_there_are_is_refused():
+def test_a_model_on_more_ranks_than_there_are_is_refused(spread):
     manifest = spread()
     source = PartsSource(manifest, random_values(manifest), 0)
     with pytest.raises(RankMismatchError, match="spread over 2 ranks .*publisher has 1"):
         publish_weights(source)
 
 
-def test_a_rank_that_cannot_open_its_arena_is_named_on_all(monkeypatch):
+def test_a_rank_that_cannot_open_its_arena_is_named_on_all(monkeypatch, spread):
     from parallelkit.weights import shm
 
     real = shm.ShmPublisher.__init__
@@ -393,7 +288,7 @@ def test_a_rank_that_cannot_open_its_arena_is_named_on_all(monkeypatch):
     assert threading.active_count() == before
 
 
-def test_aliased_is_refused_on_every_rank():
+def test_aliased_is_refused_on_every_rank(spread):
     manifest = spread()
     values = random_values(manifest)
 
@@ -405,7 +300,7 @@ def test_aliased_is_refused_on_every_rank():
     assert [type(r) for r in results] == [UnsupportedFeatureError] * 2
 
 
-def test_ranks_of_which_one_holds_a_whole_model_are_told_apart():
+def test_ranks_of_which_one_holds_a_whole_model_are_told_apart(spread):
     from parallelkit.testing.arrays import Arrays
 
     manifest = spread()
