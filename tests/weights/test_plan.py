@@ -50,7 +50,7 @@ def cases(draw):
     return manifest, random_needs(rng, manifest), constants
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_every_needed_byte_is_placed_once_and_is_the_right_one(case):
     manifest, needs, constants = case
@@ -69,7 +69,7 @@ def test_every_needed_byte_is_placed_once_and_is_the_right_one(case):
     assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets) == needed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_a_rank_plans_its_own_buckets_as_the_member_does(case):
     manifest, needs, constants = case
@@ -89,7 +89,7 @@ def test_a_rank_plans_its_own_buckets_as_the_member_does(case):
     assert some.buckets == tuple(b for b in plan.buckets if b.rank % 2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_buckets_hold_what_they_may(case):
     manifest, needs, constants = case
@@ -111,7 +111,7 @@ def test_buckets_hold_what_they_may(case):
             assert bucket.nbytes == DTYPE_BYTES[unique[bucket.pieces[0].tensor].dtype]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_a_fusion_group_is_in_one_bucket_of_each_rank(case):
     manifest, needs, constants = case
@@ -125,7 +125,7 @@ def test_a_fusion_group_is_in_one_bucket_of_each_rank(case):
     assert all(len(numbers) == 1 for numbers in homes.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_pieces_follow_the_manifest_and_buckets_are_filled(case):
     manifest, needs, constants = case

@@ -38,7 +38,7 @@ def nested(draw):
     return outer, draw(boxes(outer))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(nested(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 40))
 def test_a_span_is_what_slicing_gives(case, itemsize, base):
     outer, box = case
@@ -54,7 +54,7 @@ def test_a_span_is_what_slicing_gives(case, itemsize, base):
         np.testing.assert_array_equal(view(held, span).reshape(-1), expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(nested(), st.sampled_from([1, 2, 16]))
 def test_runs_are_as_long_as_they_can_be(case, itemsize):
     """The bytes' places, listed one by one, break exactly where one run ends and another begins."""
@@ -66,7 +66,7 @@ def test_runs_are_as_long_as_they_can_be(case, itemsize):
     assert (span.nbytes // span.run if span.run else 0) == runs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(nested(), nested())
 def test_what_is_shared_is_inside_of_both(one, other):
     outer, box = one
