@@ -177,6 +177,11 @@ def transfer_plan_tables(result: Result) -> list[str]:
     return [markdown(columns, result["rows"]), goal_table(result)]
 
 
+def tcp_tables(result: Result) -> list[str]:
+    columns = ("size", "way", "connections", "ms", "low ms", "high ms", "GB/s")
+    return [markdown((*columns, "CPU s/GB", "of raw", "of memcpy"), result["rows"])]
+
+
 def _named(row: Row) -> Row:
     """A row's phases under names that are no column's: there is a phase `verify`, too."""
     return {f"{name} ms": value for name, value in row["phases ms"].items()}
@@ -196,6 +201,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "mindspore_step": mindspore_step_tables,
     "mindspore_weights": mindspore_weights_tables,
     "transfer_plan": transfer_plan_tables,
+    "tcp": tcp_tables,
 }
 
 

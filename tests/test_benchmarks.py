@@ -33,6 +33,7 @@ ROWS = {
     "mindspore_step": {"mode", "size", "arm", "ms a step", "ratio", "ratio low", "of eager"},
     "mindspore_weights": {"size", "kind", "tensors", "nbytes", "verify", "update ms", "of memcpy"}
     | {"times broadcast", "phases ms"},
+    "tcp": {"size", "nbytes", "way", "connections", "ms", "GB/s", "CPU s/GB", "of raw"},
     "transfer_plan": {"case", "tensors", "ranks", "plans", "pieces", "buckets", "s", "low s"},
 }
 
