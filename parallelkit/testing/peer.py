@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -55,9 +56,10 @@ def values(model: Arrays) -> set[float]:
 class Peer:
     """A running `parallelkit.testing.peer`, for tests. A context manager that kills it."""
 
-    def __init__(self, role: str, **settings: Any) -> None:
+    def __init__(self, role: str, *, prefix: Sequence[str] = (), **settings: Any) -> None:
+        """Start it; `prefix` is a command that starts commands, such as somewhere else."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "parallelkit.testing.peer", role, json.dumps(settings)],
+            [*prefix, sys.executable, "-m", "parallelkit.testing.peer", role, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
