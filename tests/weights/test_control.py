@@ -333,8 +333,8 @@ def test_messages_go_both_ways(office):
         client.send(m.Refused(error="E", message="four"))
         assert answer(client) == m.Abort(version=1, epoch=1, reason="xxxx")
         (route,) = office.desk.routes
-        office.server.send(route, m.Begin(version=2, epoch=9, timeout=1.5))
-        assert answer(client) == m.Begin(version=2, epoch=9, timeout=1.5)
+        office.server.send(route, m.Begin(version=2, epoch=9, slot=0, timeout=1.5))
+        assert answer(client) == m.Begin(version=2, epoch=9, slot=0, timeout=1.5)
         assert answer(client, 0.02) is None
         assert answer(client, -1.0) is None
 
