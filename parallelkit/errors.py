@@ -100,7 +100,15 @@ class RendezvousTimeoutError(GroupError):
 
 
 class CollectiveError(GroupError):
-    """A collective failed: a peer is gone, or shapes or arguments differ."""
+    """A collective failed: a peer is gone, or shapes or arguments differ.
+
+    Attributes:
+        gone: the ranks that are gone, as far as known.
+    """
+
+    def __init__(self, message: str, *, gone: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.gone = tuple(gone)
 
 
 class CollectiveTimeoutError(CollectiveError):

@@ -55,7 +55,7 @@ class Crew:
         """What rank 0 tells, waited for so many seconds. Ranks other than 0.
 
         Raises:
-            PeerLostError: rank 0 is gone, or silent.
+            PeerLostError, UpdateTimeoutError: rank 0 is gone, or silent.
             RankMismatchError: it is in another call.
         """
         assert self.group is not None
@@ -63,7 +63,7 @@ class Crew:
             said = self.group.broadcast_object(None, timeout=seconds)
         except CollectiveError as error:
             self.broken = True
-            raise PeerLostError(f"publisher rank 0 is gone: {error}", peers=["rank 0"]) from error
+            raise _at_fault(error, 0) from error
         if not isinstance(said, dict) or not {"version", "orders", "open"} & set(said):
             raise RankMismatchError(
                 "the ranks are out of step: rank 0 is in another call than this rank. Every rank "
@@ -89,20 +89,27 @@ class Crew:
         if self.group is None:
             return mine
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.01)
-        name = f"publisher rank {src}"
         try:
             said = self.group.broadcast_object(mine, src, timeout=seconds)
-        except CollectiveTimeoutError as error:
-            self.broken = True
-            raise UpdateTimeoutError(
-                f"{name} did not do its part in time: {error}", missing=[name]
-            ) from error
         except CollectiveError as error:
             self.broken = True
-            raise PeerLostError(f"{name} is gone: {error}", peers=[name]) from error
+            raise _at_fault(error, src) from error
         if not isinstance(said, dict):
-            raise RankMismatchError(f"{name} is in another call than this rank")
+            raise RankMismatchError(f"publisher rank {src} is in another call than this rank")
         return said
+
+
+def _at_fault(error: CollectiveError, src: int) -> PeerLostError | UpdateTimeoutError:
+    """What to raise for a broadcast of `src` that broke.
+
+    The ranks that the error knows of need not be its sender, which is named where none is known.
+    """
+    ranks = error.missing if isinstance(error, CollectiveTimeoutError) else error.gone
+    names = [f"publisher rank {rank}" for rank in ranks or (src,)]
+    text = ", ".join(names)
+    if isinstance(error, CollectiveTimeoutError):
+        return UpdateTimeoutError(f"{text} did not answer in time: {error}", missing=names)
+    return PeerLostError(f"{text} {'is' if len(names) == 1 else 'are'} gone: {error}", peers=names)
 
 
 def failed_rank(answers: dict[int, Message]) -> int | None:

@@ -82,7 +82,7 @@ def explain(
             missing=missing,
         )
     who = f"rank(s) {_list(missing)} are gone" if missing else "a connection between ranks broke"
-    return CollectiveError(f"{head}: {who} ({cause})")
+    return CollectiveError(f"{head}: {who} ({cause})", gone=missing)
 
 
 def _absent(post: _Post | None, elapsed: float) -> bool:

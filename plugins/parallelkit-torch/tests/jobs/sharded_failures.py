@@ -76,7 +76,7 @@ class Follower:
             thread.start()
         try:
             publisher.update()
-        except ParallelKitError as error:
+        except (ParallelKitError, MemoryError) as error:
             errors[0] = error
         finally:
             if rank == 0:
