@@ -283,14 +283,16 @@ def _parts(spans: Sequence[Span], into: Sequence[Bytes], size: int) -> Iterator[
     """Cut a pull into requests of at most `size` bytes and `REQUEST_SPANS` spans."""
     asked, targets, room = list[Span](), list[Bytes](), size
     for span, array in zip(spans, into, strict=True):
-        flat, start = array.reshape(-1), 0
-        for piece in w.cut(span, size):
-            nbytes = piece.nbytes
+        flat, start = array if array.ndim == 1 else array.reshape(-1), 0
+        for piece in w.cut(span, size) if flat.size > size else [span]:
+            nbytes = flat.size if piece is span else piece.nbytes
+            if not nbytes:
+                continue
             if nbytes > room or len(asked) == w.REQUEST_SPANS:
                 yield asked, targets
                 asked, targets, room = [], [], size
             asked.append(piece)
-            targets.append(flat[start : start + nbytes])
+            targets.append(flat if piece is span else flat[start : start + nbytes])
             start += nbytes
             room -= nbytes
     if asked:
@@ -299,13 +301,14 @@ def _parts(spans: Sequence[Span], into: Sequence[Bytes], size: int) -> Iterator[
 
 def scatter(frames: Sequence[memoryview], targets: Sequence[Bytes]) -> None:
     """Copy frames, one after the other, over targets, one after the other; as many bytes."""
-    index = start = 0
+    left, start = iter(targets), 0
+    target = next(left, None)
     for frame in frames:
         data, taken = np.frombuffer(frame, np.uint8), 0
         while taken < data.size:
-            target = targets[index]
+            assert target is not None, "as many bytes, says the caller"
             count = min(target.size - start, data.size - taken)
             target[start : start + count] = data[taken : taken + count]
             start, taken = start + count, taken + count
             if start == target.size:
-                index, start = index + 1, 0
+                target, start = next(left, None), 0

@@ -187,12 +187,8 @@ class Gate:
         return w.Hi(session.id, self._arena.nbytes)
 
     def _pull(self, request: w.Pull) -> tuple[w.Reply, Frames]:
-        for span in request.spans:
-            span.check(self._arena.nbytes)
-        nbytes = sum(span.nbytes for span in request.spans)
-        if nbytes > w.REPLY_BYTES:
-            raise ProtocolError(f"a request for {nbytes} bytes; {w.REPLY_BYTES} are allowed")
-        return w.Data(request.id, nbytes), pack(self._arena, request.spans)
+        frames = pack(self._arena, request.spans)
+        return w.Data(request.id, sum(map(len, frames))), frames
 
     def _sealed(self, route: bytes, reply: w.Reply, payload: Frames) -> Frames:
         """A reply's frames, with a digest where the connection is known and not encrypted."""
@@ -207,15 +203,21 @@ def pack(arena: memoryview, spans: Sequence[Span]) -> Frames:
     """The bytes of spans as frames: long runs from the arena itself, the rest copied together.
 
     Raises:
-        ProtocolError: a span reaches outside of the arena.
+        ProtocolError: a span reaches outside of the arena, or they are more than `REPLY_BYTES`;
+            found before any memory is taken.
     """
+    nbytes = 0
+    for span in spans:
+        span.check(arena.nbytes)
+        nbytes += span.nbytes
+    if nbytes > w.REPLY_BYTES:
+        raise ProtocolError(f"a request for {nbytes} bytes; {w.REPLY_BYTES} are allowed")
     frames, small = Frames(), list[Span]()
     for span in spans:
         if span.run >= DIRECT_BYTES and not span.steps:
             if small:
                 frames.append(_together(arena, small))
                 small = []
-            span.check(arena.nbytes)
             frames.append(arena[span.offset : span.offset + span.run])
         else:
             small.append(span)
@@ -225,11 +227,16 @@ def pack(arena: memoryview, spans: Sequence[Span]) -> Frames:
 
 
 def _together(arena: memoryview, spans: Sequence[Span]) -> memoryview:
+    memory = np.frombuffer(arena, np.uint8)
     packed = np.empty(sum(span.nbytes for span in spans), np.uint8)
     start = 0
     for span in spans:
-        source = view(arena, span)
-        end = start + source.size
-        packed[start:end].reshape(source.shape)[...] = source
+        if not span.steps:  # the same as below, in a fifth of the time
+            end = start + span.run
+            packed[start:end] = memory[span.offset : span.offset + span.run]
+        else:
+            source = view(memory, span)
+            end = start + source.size
+            packed[start:end].reshape(source.shape)[...] = source
         start = end
     return packed.data
