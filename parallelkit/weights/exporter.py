@@ -86,6 +86,7 @@ class Exporter:
         self._sides: dict[Needs, Side] = {}
         self._whole = Needs.whole(export.manifest)
         self._parts = {part.tensor: part.nbytes for part in export.parts()}
+        self._side(self._whole)  # by which the arena is written: not made in the first update
 
     def stage(self, needs: Sequence[Needs], slot: int, verify: str, version: int) -> list[Hashed]:
         """Write every part into the arena, and hash the buckets of members of each kind.

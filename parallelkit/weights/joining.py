@@ -117,11 +117,11 @@ def _connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
     try:
         for rank in plan.ranks:
             transports[rank] = _transport(sources[rank], welcome.slots)
+        return Readers(plan, transports, {rank: sources[rank].nbytes for rank in plan.ranks})
     except BaseException:
         for transport in transports.values():
             transport.close()
         raise
-    return Readers(plan, transports, {rank: sources[rank].nbytes for rank in plan.ranks})
 
 
 def _transport(source: m.Source, slots: int) -> SubscriberTransport:
@@ -130,11 +130,12 @@ def _transport(source: m.Source, slots: int) -> SubscriberTransport:
         raise TransportError(
             f"no plugin installed here has the publisher's transport {source.transport!r}"
         )
-    if transport.memory is not None and transport.memory.nbytes != slots * source.nbytes:
+    size = None if transport.memory is None else transport.memory.nbytes
+    if size is not None and size != slots * source.nbytes:
         transport.close()
         raise ProtocolError(
-            f"the arena of the publisher's rank {source.rank} has {transport.memory.nbytes} bytes "
-            f"instead of {slots} times {source.nbytes}"
+            f"the arena of the publisher's rank {source.rank} has {size} bytes instead of {slots} "
+            f"times {source.nbytes}"
         )
     return transport
 

@@ -160,8 +160,10 @@ class WeightPublisher:
             limit = 2 * self._settings.timeout
             try:
                 report = self._collectively(lambda: self._update(version), limit)
-            finally:
+            except Exception:
                 self._offer_kept()
+                raise
+            self._offer_kept()
         finally:
             self._busy = False
             if self._closed:
@@ -207,9 +209,8 @@ class WeightPublisher:
         """Say which transport was chosen and why, the layout, and who follows."""
         manifest = self._plan.manifest
         lines = [
-            f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB in "
-            f"{len(self._plan.buckets)} buckets; version {self._version}; commit "
-            f"{self._settings.commit}; verify {self._settings.verify}"
+            f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB; version "
+            f"{self._version}; commit {self._settings.commit}; verify {self._settings.verify}"
         ]
         lines += explain_exports(manifest)
         if self._coordinator is None:

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from parallelkit.errors import TransportError
+from parallelkit.errors import ProtocolError, TransportError
 from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights.buckets import Workers, as_bytes, copy_all, copy_span, shifted
 from parallelkit.weights.exports import ALIGNMENT
@@ -59,12 +59,22 @@ class Readers:
             plan: what this member gets.
             transports: one for each of the plan's ranks.
             slot_bytes: of each of those ranks' arenas, the bytes of one slot.
+
+        Raises:
+            ProtocolError: an arena is smaller than the plan says.
         """
         self.plan = plan
         self.by_rank = {
             rank: list(buckets)
             for rank, buckets in itertools.groupby(plan.buckets, lambda bucket: bucket.rank)
         }
+        for rank, buckets in self.by_rank.items():
+            end = max(piece.source.end for bucket in buckets for piece in bucket.pieces)
+            if end > slot_bytes[rank]:
+                raise ProtocolError(
+                    f"the arena of the publisher's rank {rank} has {slot_bytes[rank]} bytes, the "
+                    f"plan needs {end}"
+                )
         self.mapped = all(t.memory is not None for t in transports.values())
         self._transports = dict(transports)
         self._slot_bytes = dict(slot_bytes)

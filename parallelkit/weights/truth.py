@@ -24,7 +24,7 @@ class Truth:
         manifest, needs: what their plan is made of.
         digests: one for each bucket, by rank ascending; 0 where none was wanted.
         wanted: which are compared.
-        by_rank: bytes that come from each of the publisher's ranks.
+        by_rank: bytes that come from each of the publisher's ranks; counts: how many buckets.
         changed: bytes of buckets that differ from the last committed version; None if unknown.
     """
 
@@ -33,6 +33,7 @@ class Truth:
     digests: Digests
     wanted: np.ndarray[Any, np.dtype[np.bool_]]
     by_rank: dict[int, int]
+    counts: dict[int, int]
     changed: int | None
 
     @classmethod
@@ -60,6 +61,7 @@ class Truth:
             digests=np.concatenate([np.zeros(0, np.uint64), *(p.digests for _, p in parts)]),
             wanted=np.array(wanted, bool),
             by_rank={rank: part.nbytes for rank, part in parts},
+            counts={rank: len(part.digests) for rank, part in parts},
             changed=sum(known) if verify in FULL and len(known) == len(changes) else None,
         )
 
@@ -90,8 +92,16 @@ class Truth:
         ), names
 
     def _names(self, bad: Sequence[int]) -> list[str]:
-        plan = plan_transfer(self.manifest, self.needs)
-        return sorted({name for i in bad for name in plan.names_in(plan.buckets[i])})
+        """Names of the tensors in some buckets, ascending; plans the ranks they are of alone."""
+        names, first = set[str](), 0
+        for rank, count in self.counts.items():
+            inside = [i - first for i in bad if first <= i < first + count]
+            first += count
+            if inside:
+                plan = plan_transfer(self.manifest, self.needs, ranks=(rank,))
+                buckets = plan.of(rank)
+                names.update(name for i in inside for name in plan.names_in(buckets[i]))
+        return sorted(names)
 
 
 def misplaced(truth: Truth, readback: bytes) -> str:
