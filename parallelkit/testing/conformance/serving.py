@@ -25,6 +25,7 @@ from parallelkit.specs import TransportSpec
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.passes import SECRET_BYTES, issue
 from parallelkit.weights.regions import Bytes
+from parallelkit.weights.segments import sweep_orphans
 
 START_SECONDS: Final = 60.0
 
@@ -91,6 +92,7 @@ class Served:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        sweep_orphans()  # what it left, as the next publisher's start would
 
 
 def main(argv: Sequence[str]) -> None:
