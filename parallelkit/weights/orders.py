@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -23,6 +23,9 @@ from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.routes import Post
 from parallelkit.weights.truth import hashed_to_plain
+
+#: Of what an exchange may take, what finding out who is missing takes at most, in seconds.
+_BLAME_SECONDS: Final = 2.0
 
 
 @attrs.frozen(kw_only=True)
@@ -138,7 +141,8 @@ def do_together(
 
     Args:
         work: this rank's share; only asked of ranks that hand parts out.
-        seconds: for all of it.
+        seconds: for all of it, and for finding out who was too slow, so that members hear of it
+            before they give up themselves.
 
     Returns:
         What each of them says, where one that failed says its error; and this rank's own error.
@@ -146,7 +150,7 @@ def do_together(
     Raises:
         PeerLostError, UpdateTimeoutError: a rank is gone or too slow; the group is broken.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds - min(_BLAME_SECONDS, seconds / 4)
     mine: Message = {}
     problem: BaseException | None = None
     if crew.rank in crew.exporters:

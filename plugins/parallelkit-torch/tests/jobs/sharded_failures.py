@@ -115,7 +115,7 @@ def stop_for(seconds: float) -> None:
 
 
 model = Model(divided=True)
-timeout = {"stopped": 4.0, "killed": 6.0}.get(case, 20.0)
+timeout = {"stopped": 8.0, "killed": 6.0}.get(case, 20.0)
 publisher = pk.publish_weights(model, timeout=timeout)
 follower = Follower(publisher)
 publisher.wait(1, timeout=20)
@@ -165,7 +165,7 @@ if case == "goes_on":
 
 elif case in ("killed", "stopped"):
     culprit = int(sys.argv[2])
-    pause = 8.0 if culprit else 25.0
+    pause = 14.0 if culprit else 35.0
     if rank == culprit:
         while_reading(
             2, lambda: os.kill(me, signal.SIGKILL) if case == "killed" else stop_for(pause)
