@@ -13,7 +13,7 @@ import ctypes
 import math
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -28,18 +28,38 @@ _DIVIDED: Final = "DividedParameter"
 Elements = np.ndarray[Any, np.dtype[np.void]]
 
 
-def unreadable(tensor: Any) -> str | None:
-    """Say why a tensor has no plain bytes in this process; None where it has."""
+class Cut(NamedTuple):
+    """Which part of a divided parameter a rank holds.
+
+    Attributes:
+        dim: that is divided; degree: into how many equal parts; place: which one this is.
+    """
+
+    dim: int
+    place: int
+    degree: int
+
+
+def cut_of(tensor: Any) -> Cut | None:
+    """How a parameter is divided over the tensor axis; None where it is not."""
+    return tensor.cut if type(tensor).__name__ == _DIVIDED else None
+
+
+def unreadable(tensor: Any, *, parts: bool = False) -> str | None:
+    """Say why a tensor has no plain bytes in this process; None where it has.
+
+    `parts`: one rank's part of a divided parameter will do.
+    """
     if not isinstance(tensor, ms.Tensor):
         return f"is a {type(tensor).__qualname__}, which is not a plain dense tensor"
     if getattr(tensor, "is_meta", False):
         return "is on the meta device and has no data; materialise the model first"
     if tensor.has_init:
         return "is uninitialised; call the model's init_parameters_data() before publishing it"
-    if getattr(tensor, "sliced", False) or type(tensor).__name__ == _DIVIDED:
+    if getattr(tensor, "sliced", False) or (cut_of(tensor) is not None and not parts):
         return (
-            "is one rank's part of a parameter that is divided over ranks; Cells are published "
-            "and subscribed whole, as data parallel ranks hold them"
+            "is one rank's part of a parameter that is divided over ranks by MindSpore; Cells are "
+            "published and subscribed whole, or divided over the tensor axis of a context"
         )
     name = tensors.dtype_name(tensor)
     if name not in DTYPE_BYTES:

@@ -143,18 +143,18 @@ def parallelkit_launch(spec: LaunchSpec) -> list[str] | None:
 def parallelkit_weight_source(model: Any) -> WeightSource | None:
     if not _is_cell(model):
         return None
-    from parallelkit_mindspore.weights import CellSource
+    from parallelkit_mindspore.divided_weights import weight_source
 
-    return CellSource(model)
+    return weight_source(model)
 
 
 @hookimpl
 def parallelkit_weight_sink(target: Any) -> WeightSink | None:
     if not _is_cell(target):
         return None
-    from parallelkit_mindspore.weights import CellSink
+    from parallelkit_mindspore.divided_weights import weight_sink
 
-    return CellSink(target)
+    return weight_sink(target)
 
 
 @hookimpl

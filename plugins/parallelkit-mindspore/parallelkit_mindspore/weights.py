@@ -35,14 +35,18 @@ _NO_ALIASING: Final = (
 
 
 class _CellWeights:
-    """What source and sink share: the manifest, and tensors as bytes."""
+    """What source and sink share: the manifest, and tensors as bytes.
 
-    def __init__(self, model: Any) -> None:
+    With `parts`, a divided parameter is described by the shape of this rank's part.
+    """
+
+    def __init__(self, model: Any, *, parts: bool = False) -> None:
         runtime.own(type(self).__name__)
         runtime.synchronize()
         self._model = model
+        self._parts = parts
         self._slots = slots(model)
-        self._manifest, places = describe([_found(slot) for slot in self._slots])
+        self._manifest, places = describe([_found(slot, parts) for slot in self._slots])
         self._groups = [[self._slots[place] for place in group] for group in places]
         self._unique = self._manifest.unique
         self._views: dict[int, tuple[int, memoryview]] = {}
@@ -51,6 +55,10 @@ class _CellWeights:
     def device(self) -> str:
         """Where the tensors are: `"cpu"`, `"ascend:0"`; of the first one, if they differ."""
         return memory.device(self._groups[0][0].tensor) if self._groups else "cpu"
+
+    def cuts(self) -> list[memory.Cut | None]:
+        """How each unique tensor is divided over the tensor axis, as it is now."""
+        return [memory.cut_of(group[0].tensor) for group in self._groups]
 
     def host_bytes(self, index: int) -> memoryview:
         """Return tensor `index` (of the unique ones) as contiguous row-major bytes.
@@ -82,7 +90,7 @@ class _CellWeights:
         """The live tensor, checked to be what the manifest says."""
         spec = self._unique[index]
         tensor = self._groups[index][0].tensor
-        problem = memory.unreadable(tensor) or changed(
+        problem = memory.unreadable(tensor, parts=self._parts) or changed(
             spec, tensors.dtype_name(tensor), tensor.shape
         )
         if problem:
@@ -92,7 +100,7 @@ class _CellWeights:
     def _rewalk(self) -> None:
         """Follow what was replaced in the model; raise if it is not what the manifest says."""
         held = slots(self._model)
-        places = match(self._manifest, [_found(slot) for slot in held])
+        places = match(self._manifest, [_found(slot, self._parts) for slot in held])
         self._slots = held
         self._groups = [[held[place] for place in group] for group in places]
 
@@ -110,18 +118,19 @@ class CellSource(_CellWeights):
         ['float32[3, 2]', 'float32[3]']
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, parts: bool = False) -> None:
         """Read names, dtypes and shapes; no data.
 
         Args:
             model: a Cell, bare or in MindSpore's wrappers for training, or a `mindspore.Model`.
+            parts: take a divided parameter for a tensor of the shape of this rank's part.
 
         Raises:
             ManifestError: a tensor has no bytes here (uninitialised, sliced over ranks, meta), its
                 dtype is not allowed, or two would have one name; it is named.
             WrongThreadError: another thread owns MindSpore.
         """
-        super().__init__(model)
+        super().__init__(model, parts=parts)
 
     def manifest(self) -> Manifest:
         return self._manifest
@@ -155,9 +164,9 @@ class CellSink(_CellWeights):
     by `jit` computes with the new values from its next call on.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, parts: bool = False) -> None:
         """Read names, dtypes and shapes of `model`; raises as `CellSource` does."""
-        super().__init__(model)
+        super().__init__(model, parts=parts)
         self._open = False
         self._writable: list[object] = []
 
@@ -264,10 +273,10 @@ class CellSink(_CellWeights):
             raise StateError(f"CellSink.{what} was called outside begin and finish")
 
 
-def _found(slot: Slot) -> Found:
+def _found(slot: Slot, parts: bool) -> Found:
     """What the inventory wants to know of a tensor."""
     tensor = slot.tensor
-    problem = memory.unreadable(tensor)
+    problem = memory.unreadable(tensor, parts=parts)
     if problem:
         return Found(slot.name, problem=problem)
     return Found(

@@ -224,7 +224,7 @@ def test_what_has_no_bytes_is_refused_by_name(
 # --- the model changes -------------------------------------------------------------------------
 
 
-def test_a_part_of_a_divided_layer_is_refused_by_name() -> None:
+def test_a_part_of_a_divided_layer_is_none_for_whole_cells() -> None:
     from parallelkit_mindspore.parallel.divided import part_of
 
     whole = ms.Parameter(tensor(np.arange(8).reshape(4, 2)), name="weight")

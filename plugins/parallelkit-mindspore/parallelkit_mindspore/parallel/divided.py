@@ -16,6 +16,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from parallelkit.errors import UnsupportedFeatureError
+from parallelkit_mindspore.memory import Cut
 from parallelkit_mindspore.parallel.layouts import divided_dim, weight_of
 
 _may_reduce: Final[list[bool]] = []
@@ -197,19 +198,22 @@ def part_of(parameter: Any, dim: int, rank: int, degree: int) -> Any:
     part = ms.Tensor(parameter.value())[tuple(index)].contiguous().copy()
     made = ms.Parameter(part, name=parameter.name, requires_grad=parameter.requires_grad)
     kind: Any = type(made)
-    made.__class__ = _guarded(kind)
+    made.__class__ = _guarded(kind, Cut(dim, rank, degree))
     return made
 
 
 @functools.cache
-def _guarded(kind: Any) -> Any:
-    """The type of a divided parameter: the same, but no reducer takes it by mistake."""
+def _guarded(kind: Any, cut: Cut) -> Any:
+    """The type of a divided parameter: the same, but no reducer takes it by mistake.
+
+    It says which part of which dim it is, for those who publish weights.
+    """
 
     def reduce_ex(parameter: Any, protocol: Any) -> Any:  # an optimiser copies parameters
         with reducing():
             return kind.__reduce_ex__(parameter, protocol)
 
-    own = {"layerwise_parallel": property(_refuse, _set), "__reduce_ex__": reduce_ex}
+    own = {"cut": cut, "layerwise_parallel": property(_refuse, _set), "__reduce_ex__": reduce_ex}
     return type("DividedParameter", (kind,), own)
 
 

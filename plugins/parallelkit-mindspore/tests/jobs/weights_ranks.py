@@ -1,4 +1,4 @@
-"""Ranks that publish one Cell: rank 0 serves, all hear of the outcome, good or bad.
+"""Ranks that publish one Cell, whole or in parts: all hear of the outcome, good or bad.
 
 The follower is a thread of rank 0 over arrays of NumPy's, which needs no framework.
 """
@@ -13,16 +13,19 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn
+from parallelkit_mindspore.tensors import as_bytes
 
 import parallelkit as pk
 from parallelkit.errors import (
     CorruptionError,
-    ManifestError,
     RankMismatchError,
     UnsupportedFeatureError,
     UpdateAbortedError,
 )
+from parallelkit.launch import LaunchInfo
+from parallelkit.specs import GroupSpec
 from parallelkit.testing.arrays import Arrays
+from parallelkit.testing.fake import FakeGroup
 
 
 class Net(nn.Cell):
@@ -122,7 +125,7 @@ def _spoiled_byte(group: Any, publisher: Any, follower: Follower, net: nn.Cell) 
 
     def spoil(phase: str) -> None:
         if phase == "stage":
-            publisher._coordinator._arena[0] ^= 1
+            publisher._coordinator.exporter.arena.bytes[0] ^= 1
             publisher._coordinator._phase_hook = lambda phase: None
 
     if group.rank == 0:
@@ -145,23 +148,90 @@ def mistakes(group: Any) -> None:
     assert "rank 1:" in str(error)
 
 
+class Two(nn.Cell):
+    """Two layers that are divided, and what is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Dense(4, 8)
+        self.norm = nn.LayerNorm((4,))
+        self.second = nn.Dense(8, 4)
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        return self.norm(self.second(self.first(x)))
+
+
 def divided(group: Any) -> None:
-    """A model whose layers are divided over ranks is refused by the name of a parameter."""
+    """Each rank hands out its parts of layers that a context divided, and takes its own."""
     context = pk.parallel_context(tensor=2, layouts={"first": "colwise", "second": "rowwise"})
-
-    class Two(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Dense(4, 8)
-            self.second = nn.Dense(8, 4)
-
-        def construct(self, x: ms.Tensor) -> ms.Tensor:
-            return self.second(self.first(x))
-
-    net = context.parallelize(Two())
-    error = raises(ManifestError, lambda: pk.publish_weights(net))
-    assert "'first.weight' is one rank's part of a parameter" in str(error)
+    ms.set_seed(7)
+    whole = Two()
+    expected = {name: p.asnumpy().copy() for name, p in _named(whole)}
+    net = context.parallelize(whole)
+    parts = dict(_named(net))
+    assert parts["first.weight"].shape == (4, 4)
+    with pk.publish_weights(net, timeout=100.0) as publisher:
+        assert "sharded over tensor 2" in publisher.explain()
+        follower = Follower(group, publisher, Two())
+        publisher.wait(1, timeout=60.0)
+        for version in (1, 2):
+            assert follower.update(publisher).version == version
+            if follower.subscriber is not None:
+                for (name, wanted), array in zip(
+                    expected.items(), follower.model.arrays.values(), strict=True
+                ):
+                    assert np.array_equal(array, wanted), (version, name)
+            for name, parameter in parts.items():
+                memory = as_bytes(parameter)
+                memory[:] = (2 * parameter.asnumpy() + 1).tobytes()
+                expected[name] = 2 * expected[name] + 1
+        follower.close()
+    _takes_its_parts(group, net, expected)
     context.reset()
+
+
+def _takes_its_parts(group: Any, net: nn.Cell, expected: dict[str, np.ndarray]) -> None:
+    """A whole model in another thread of rank 0 publishes to both ranks."""
+    given = {name: np.full_like(array, 5) + array for name, array in expected.items()}
+    renamed = {"norm.gamma": "norm.weight", "norm.beta": "norm.bias"}
+    ticket, publisher = "", None
+    if group.rank == 0:
+        source = Arrays({renamed.get(n, n): a for n, a in given.items()})
+        alone = FakeGroup(
+            GroupSpec(
+                framework="fake",
+                backend="memory",
+                device="cpu",
+                rank=0,
+                world_size=1,
+                local_rank=0,
+                local_world_size=1,
+                master_addr="127.0.0.1",
+                timeout=5.0,
+                launch=LaunchInfo(),
+            )
+        )
+        publisher = pk.publish_weights(source, timeout=60.0, group=alone)
+        ticket = publisher.new_ticket(members=2)
+    ticket = group.broadcast_object(ticket, 0)
+    parts = dict(_named(net))
+    places = {name: p.data_ptr() for name, p in parts.items()}
+    with pk.subscribe_weights(net, ticket, member=group.rank, timeout=60.0) as subscriber:
+        thread = threading.Thread(target=lambda: publisher and publisher.update())
+        if publisher is not None:
+            publisher.wait(2, timeout=60.0)
+        thread.start()
+        assert subscriber.step(60.0) == 1
+        thread.join()
+        assert subscriber.plan.nbytes == sum(p.nbytes for p in parts.values())
+    for name, parameter in parts.items():
+        rows = slice(4 * group.rank, 4 * group.rank + 4)
+        where = {"first.weight": rows, "first.bias": rows, "second.weight": (slice(None), rows)}
+        wanted = given[name][where.get(name, ...)]
+        assert np.array_equal(parameter.asnumpy(), wanted), name
+    assert {name: p.data_ptr() for name, p in parts.items()} == places
+    if publisher is not None:
+        publisher.close()
 
 
 def main() -> None:
