@@ -198,8 +198,8 @@ class TcpSubscriber:
                 self._owner = 0
                 for line in self._lines:
                     line.waiting.clear()
-                if self._stopping:
-                    self._free()
+                if self._stopping:  # close() set it meanwhile
+                    self._free()  # type: ignore[unreachable]
 
     def _free(self) -> None:
         lines, self._lines = self._lines, []
