@@ -72,10 +72,14 @@ class Inbox:
             return None
 
     def clear(self) -> None:
-        """Drop what is late."""
+        """Drop what is late; a stop is not."""
+        stops = []
         with contextlib.suppress(queue.Empty):
             while True:
-                self._queue.get_nowait()
+                item = self._queue.get_nowait()
+                stops += [item] if isinstance(item, Stop) else []
+        for stop in stops:
+            self._queue.put(stop)
 
 
 class Desk(Protocol):

@@ -127,6 +127,7 @@ class Coordinator:
         try:
             digests = self._prepare(update, wanted)
         except BaseException as error:
+            self.members.ignore()
             self._transport.bump()
             update.abort(str(error) or type(error).__name__)
             raise
@@ -135,6 +136,7 @@ class Coordinator:
         try:
             members = update.commit(lambda message: self._check_readback(message, digests))
         finally:
+            self.members.ignore()
             if members is None or any(r.state in ("quarantined", "lost") for r in members):
                 self._transport.bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")

@@ -68,7 +68,7 @@ class Update:
 
     def begin(self) -> None:
         """Tell every member; does not wait."""
-        self.table.inbox.clear()
+        self.table.listen()
         self._tell(m.Begin(version=self.version, epoch=self.epoch, timeout=self.timeout))
 
     def wait_ready(self) -> None:
@@ -91,6 +91,9 @@ class Update:
         tensors: list[str] = []
         for member in self.members:
             message = self.prepared[member.route]
+            if len(message.digests) % 8:
+                failures[member.name] = f"sent {len(message.digests)} bytes as digests of 8 each"
+                continue
             theirs = np.frombuffer(message.digests, "<u8") if message.digests else source[:0]
             if len(theirs) != (len(source) if mask.any() else 0):
                 failures[member.name] = f"sent {len(theirs)} digests for {len(source)} blocks"
@@ -128,13 +131,12 @@ class Update:
         def settle(member: Member, state: Any, reason: str, answer: m.Committed | None) -> None:
             del waiting[member.route]
             good = state in ("committed", "staged")
-            if member.state != "lost" and member.state != "left":
-                self.table.mark(
-                    member,
-                    "joined" if good else "quarantined",
-                    reason,
-                    self.version if good else None,
-                )
+            self.table.settle(
+                member,
+                "joined" if good else "quarantined",
+                reason,
+                self.version if good else None,
+            )
             reports[member.route] = MemberReport(
                 name=member.name,
                 state=state,
