@@ -191,6 +191,10 @@ class WeightSubscriber:
             finally:
                 self._using -= 1
 
+    def explain(self) -> str:
+        """Say how published tensors reach the target; with a loader, which need it and why."""
+        return self._placement.explain()
+
     def close(self) -> None:
         """Leave. The target keeps its weights. Harmless when repeated.
 
@@ -210,6 +214,8 @@ class WeightSubscriber:
             self._released = True
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
+            with self._staged:
+                self._staged.notify_all()  # a step that waits for the thread, elsewhere
         with contextlib.suppress(ParallelKitError):
             self._client.send(m.Leave(session=self._session))
         self._client.close()
@@ -327,6 +333,8 @@ class WeightSubscriber:
             before, self._torn = self._torn, f"version {version} is half in place"
             try:
                 self._placement.place_staged(self._workers)
+                if self._verify == "readback":
+                    self._placement.readback(self._workers, self._wanted(version))
             except WrongThreadError:  # the sink refused before a byte was written
                 self._torn = before
                 raise
@@ -344,6 +352,8 @@ class WeightSubscriber:
                     if not isinstance(error, PeerLostError):  # that one is for good
                         self._error = None
                     raise error
+                if self._closed:
+                    raise StateError("close() while this call was waiting")
                 if seconds == 0:
                     return self._version
                 left = deadline - time.monotonic()
