@@ -233,6 +233,10 @@ class ManifestMismatchError(WeightTransferError):
         self.differences = tuple(differences)
 
 
+class LoaderError(WeightTransferError):
+    """A loader raised, or did other than it did when it was watched; chained to the cause."""
+
+
 class TicketError(WeightTransferError):
     """A ticket is malformed, altered, expired, or used already."""
 
