@@ -97,6 +97,14 @@ class ControlClient:
             poller.register(self._monitor, zmq.POLLIN)
             poller.poll(int(1000 * min(left, _SLICE_SECONDS)) + 1)
 
+    def refuse_close(self, message: Any) -> None:
+        """Raise `PeerLostError`, or what the message says, if it ends this subscription."""
+        if isinstance(message, m.Close):
+            text = f"the {self.peer} ended this subscription: {message.reason}"
+            raise PeerLostError(text, peers=[self.peer])
+        if isinstance(message, m.Refused):
+            raise m.error_of(message)
+
     def close(self) -> None:
         """Close the sockets; what was sent still leaves, for a second at most."""
         if self._context.closed:

@@ -239,7 +239,7 @@ class WeightSubscriber:
                 return None
             if isinstance(message, m.Begin):
                 return _Round(message.version, message.epoch, min(message.timeout, 86400.0))
-            self._refuse_close(message)
+            self._client.refuse_close(message)
             # Anything else belongs to an update that we are no longer in.
 
     def _take_part(self, update: _Round, *, staged: bool) -> None:
@@ -260,7 +260,7 @@ class WeightSubscriber:
             digests = self._placement.fetch(
                 self._transport, self._workers, self._wanted(update.version), staged=staged
             )
-            self._check_epoch(update)
+            self._check_not_called_off(update)
             self._phase("transfer")
             seconds = time.monotonic() - started
         except (UpdateAbortedError, PeerLostError):
@@ -395,7 +395,7 @@ class WeightSubscriber:
                     f"{update.version} within {update.timeout:g} s",
                     missing=[self._client.peer],
                 )
-            self._refuse_close(message)
+            self._client.refuse_close(message)
             if getattr(message, "epoch", None) != update.epoch:
                 continue
             if isinstance(message, m.Abort):
@@ -423,16 +423,16 @@ class WeightSubscriber:
                 f"instead of {update.epoch}): it came too late for version {update.version}"
             )
 
+    def _check_not_called_off(self, update: _Round) -> None:
+        try:
+            self._check_epoch(update)
+        except TransportError as late:  # the publisher advances it first, and then says why
+            with contextlib.suppress(UpdateTimeoutError):
+                self._await(attrs.evolve(update, timeout=0.0), m.Transfer, "reason")
+            raise UpdateAbortedError(f"{late}; version {self._version} stays") from late
+
     def _wanted(self, version: int) -> list[bool]:
         return wanted_blocks(self._verify, self.plan, self._run_id, version)
-
-    def _refuse_close(self, message: Any) -> None:
-        if isinstance(message, m.Close):
-            peer = self._client.peer
-            text = f"the {peer} ended this subscription: {message.reason}"
-            raise PeerLostError(text, peers=[peer])
-        if isinstance(message, m.Refused):
-            raise m.error_of(message)
 
     def _refuse_if_quarantined(self) -> None:
         if self._doubt or self._torn:
