@@ -40,14 +40,12 @@ class Box:
     @property
     def end(self) -> int:
         """Byte behind the last element."""
-        if not self.count:
-            return self.start
-        reach = sum(step * (n - 1) for step, n in zip(self.steps, self.shape, strict=True))
-        return self.start + reach + self.item
-
-    def within(self, other: Box) -> bool:
-        """Whether the bytes lie between the first and the last of `other`."""
-        return other.start <= self.start and self.end <= other.end
+        end = self.start + self.item
+        for n, step in zip(self.shape, self.steps, strict=True):
+            if not n:
+                return self.start
+            end += step * (n - 1)
+        return end
 
     def as_set(self) -> Box:
         """The same bytes with as few dims as possible, the contiguous ones part of the item."""

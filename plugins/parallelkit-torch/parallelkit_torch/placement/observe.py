@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import attrs
 import torch
@@ -23,9 +20,7 @@ from parallelkit_torch.placement.record import (
     Write,
     memory_of,
 )
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-Loader = Callable[[Weights], Iterable[str] | None]
+from parallelkit_torch.placement.twin import Loader, without_data
 
 #: Allowed dtypes by the manifest's names; nothing from the wire is looked up elsewhere.
 DTYPES: Mapping[str, torch.dtype] = {
@@ -38,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     )
 }
 #: What torch's errors say where a tensor has no data.
-_NO_DATA = ("meta", "unallocated storage", "no storage", "data pointer", "data_ptr")
+_NO_DATA: Final = ("meta", "unallocated storage", "no storage", "data pointer", "data_ptr")
 
 
 @attrs.frozen
@@ -116,7 +111,7 @@ def observe(
             yield name, tensor
 
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, recorder.outside():
             answer = loader(weights())
             claimed = frozenset(() if answer is None else map(str, answer))
     except Exception as error:
@@ -159,15 +154,13 @@ def observe_on_copy(
         ValuesNeededError: this loader cannot be run so; the text says why.
     """
     owners = {t.name: t.alias_of or t.name for t in published.tensors}
-    wanted = (
-        published.tensors if names is None else [t for t in published.tensors if t.name in names]
-    )
+    wanted = set(owners if names is None else names)
     unique = {
         t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype], device="meta") for t in published.unique
     }
     root = unwrap(module)
-    twin, twin_loader = _without_data(root, loader)
-    offered = {t.name: unique[owners[t.name]] for t in wanted}
+    twin, twin_loader = without_data(root, loader)
+    offered = {name: unique[owner] for name, owner in owners.items() if name in wanted}
     del unique
     live = [slot.tensor for slot in slots(root, transient=True)]
     try:
@@ -181,61 +174,3 @@ def observe_on_copy(
     for name in recorder.retained():
         notes.reasons.setdefault(name, "is kept by the loader or the module after loading")
     return notes
-
-
-def _without_data(root: nn.Module, loader: Loader) -> tuple[nn.Module, Loader]:
-    """Copy a module, and the loader that belongs to it, with all tensors on the meta device.
-
-    Tensors that share memory do so in the copy, with the same offsets and strides.
-    """
-    parts = set(map(id, root.modules()))
-    if not _belongs(loader, parts):
-        raise ValuesNeededError("it is not a method of the module, so it cannot be tried on a copy")
-    memo: dict[int, Any] = {}
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    memories: dict[int, Any] = {}
-    for tensor in _tensors_of(root):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _twin(tensor, memories)
-            pairs.append((tensor, memo[id(tensor)]))
-    try:
-        for tensor, twin in pairs:  # such as the `weight_loader` that engines keep there
-            twin.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-        return copy.deepcopy(root, memo), copy.deepcopy(loader, memo)
-    except Exception as error:
-        text = f"the module cannot be copied ({type(error).__name__}: {error})"
-        raise ValuesNeededError(text) from error
-
-
-def _belongs(loader: Any, parts: set[int]) -> bool:
-    """Whether a copy of the loader works on the copy of the module whose parts are given."""
-    if isinstance(loader, functools.partial):
-        given = (*loader.args, *loader.keywords.values())
-        return _belongs(loader.func, parts) or any(id(value) in parts for value in given)
-    return isinstance(loader, types.MethodType) and id(loader.__self__) in parts
-
-
-def _tensors_of(root: nn.Module) -> Iterator[torch.Tensor]:
-    for part in root.modules():
-        for held in (part._parameters, part._buffers, vars(part)):
-            for value in list(held.values()):
-                if isinstance(value, torch.Tensor):
-                    yield value
-
-
-def _twin(tensor: torch.Tensor, memories: dict[int, Any]) -> torch.Tensor:
-    if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not _PLAIN:
-        raise ValuesNeededError(f"the module has a {type(tensor).__qualname__}")
-    storage = tensor.untyped_storage()
-    memory = memories.get(memory_of(tensor))
-    if memory is None:
-        flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
-        memory = memories[memory_of(tensor)] = flat.untyped_storage()
-    twin = torch.empty(0, dtype=tensor.dtype, device="meta")
-    twin.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
-    if isinstance(tensor, nn.Parameter):
-        twin = torch.Tensor._make_subclass(type(tensor), twin, tensor.requires_grad)
-    return twin
-
-
-_PLAIN: Any = torch.Tensor.__torch_dispatch__

@@ -19,7 +19,7 @@ from parallelkit_torch.placement.observe import DTYPES, Notes, Place
 from parallelkit_torch.placement.record import Copy, View, Write
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)  # each one is itself, found fast
 class Route:
     """One copy of a published tensor's elements into one place.
 
@@ -117,15 +117,17 @@ class _Located:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self._by_memory: dict[int, list[tuple[int, Box]]] = {}
+        self._by_memory: dict[int, list[tuple[int, int, int]]] = {}
         for index, place in enumerate(notes.places):
-            self._by_memory.setdefault(place.memory, []).append((index, place.view.box()))
+            box = place.view.box()
+            self._by_memory.setdefault(place.memory, []).append((index, box.start, box.end))
 
     def place(self, written: Copy | Write) -> int | None:
         """The first place that has the whole of what was written, if one has."""
         box = written.target.box()
-        for index, whole in self._by_memory.get(written.memory, ()):
-            if box.within(whole):
+        first, last = box.start, box.end
+        for index, start, end in self._by_memory.get(written.memory, ()):
+            if start <= first and last <= end:
                 return index
         return None
 
@@ -240,9 +242,12 @@ def _routes(mine: Sequence[tuple[Copy, int | None]], places: Sequence[Place]) ->
 
 def _near(memories: dict[int, list[Box]], place: Place) -> list[Box]:
     """Those boxes of a place's memory that may have a byte of it."""
-    whole = place.view.box()
     boxes = memories.get(place.memory, [])
-    return [box for box in boxes if box.start < whole.end and box.end > whole.start]
+    if not boxes:
+        return []
+    whole = place.view.box()
+    start, end = whole.start, whole.end
+    return [box for box in boxes if box.start < end and box.end > start]
 
 
 def _tied(places: Sequence[Place], memory: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelkit_torch.placement.boxes import Box
@@ -25,8 +26,16 @@ _SHAPE_ONLY: Final = (
     *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
     *(_aten.is_same_size, _aten.sym_size, _aten.sym_stride, _aten.sym_storage_offset),
 )
+#: They take values to where no operation of torch's shows what becomes of them.
+_OUTSIDE: Final = frozenset(
+    (
+        *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__),
+        *(torch.Tensor.tolist, torch.Tensor.data_ptr),
+    )
+)
 #: They write without looking at what was there.
 _OVERWRITE: Final = (_aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.random_)
+_CONSTANT: Final = ("aten.fill_.Scalar", "aten.zero_")
 
 
 @attrs.frozen
@@ -121,6 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._incoming: dict[int, str] = {}
         self._content: dict[int, frozenset[str]] = {}
         self._exact: dict[int, _Exact] = {}
+        self._left: frozenset[str] = frozenset()
         # A weak reference lets the data go, and keeps the number from being used again.
         self._refs: dict[int, StorageWeakRef] = {}
         for name, tensor in incoming.items():
@@ -128,6 +138,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fill(tensor, frozenset([self._incoming[memory_of(tensor)]]))
         self._targets = {memory_of(tensor) for tensor in targets}
         self._forbidden = {memory_of(tensor) for tensor in forbidden}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler for it, which takes seconds, at the first call."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -154,6 +169,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._other(func, inputs, _written(func, args, kwargs), list(_tensors(out)))
         return out
+
+    def outside(self) -> TorchFunctionMode:
+        """A second context for the run: notes values that leave torch, as to NumPy.
+
+        What is written from then on without a known origin counts as theirs.
+        """
+        return _Outside(self)
+
+    def left(self, tensor: torch.Tensor, how: str) -> None:
+        """Values of a tensor leave torch."""
+        names = self.holds(memory_of(tensor))
+        if names and tensor.is_meta:
+            self.cannot = f"it takes values{_of(sorted(names))} out of torch ({how})"
+            raise ValuesNeededError(self.cannot)
+        self._touch(names, f"leaves torch ({how})")
+        self._left |= names
 
     def retained(self) -> set[str]:
         """Names whose values are still held somewhere else than in a target.
@@ -272,6 +303,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = self._incoming.pop(memory, None)
         if changed is not None:
             self._touch([changed], "is changed by the loader")
+        if not names and not how.startswith(_CONSTANT):
+            names = self._left
         if memory in self._targets and target.numel():
             self.writes.append(Write(names, View.of(target), memory, how))
         if names:
@@ -286,6 +319,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _touch(self, names: Iterable[str], reason: str) -> None:
         for name in names:
             self.reasons.setdefault(name, reason)
+
+
+@final
+class _Outside(TorchFunctionMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OUTSIDE:
+            self._recorder.left(args[0], func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(thing: Any) -> Iterator[torch.Tensor]:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallelkit.errors import ManifestError
+from parallelkit.errors import CorruptionError, ManifestError
 from parallelkit.weights.inventory import KEEP
 from parallelkit.weights.manifest import TensorSpec
+from parallelkit.weights.overlap import self_overlapping
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
 from parallelkit_torch.placement.observe import DTYPES, Place
@@ -31,6 +32,7 @@ class Replay:
         self._used: list[int] = []
         self._views: dict[Route, tuple[int, torch.Tensor]] = {}
         self._bytes: dict[Route, tuple[int, memoryview]] = {}
+        self._whole: dict[Route, bool] = {}
 
     def use(self, proof: Proof) -> None:
         """From now on these routes are asked for."""
@@ -38,6 +40,7 @@ class Replay:
         self._used = sorted({route.place for routes in proof.routes.values() for route in routes})
         self._views.clear()
         self._bytes.clear()
+        self._whole.clear()
         self.look()
 
     def look(self) -> None:
@@ -86,16 +89,22 @@ class Replay:
         self._views[route] = (where, view)
         return view
 
+    def _is_whole(self, spec: TensorSpec, route: Route) -> bool:
+        known = self._whole.get(route)
+        if known is None:
+            known = self._whole[route] = whole(spec, route)
+        return known
+
     def _tensor(self, route: Route) -> torch.Tensor:
         return self._held[self._places[route.place].name].tensor
 
     def direct(self, spec: TensorSpec, routes: Routes) -> memoryview | None:
         """The live bytes that are the published tensor's, row-major; None where there are none."""
-        if len(routes) != 1 or not whole(spec, routes[0]):
+        route = routes[0] if len(routes) == 1 else None
+        if route is None or not self._is_whole(spec, route):
             return None
-        route = routes[0]
         tensor = self._tensor(route)
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return None
         where = tensor.data_ptr()
         kept = self._bytes.get(route)
@@ -106,6 +115,8 @@ class Replay:
 
     def write(self, data: memoryview, routes: Routes) -> None:
         """Copy the row-major bytes of one published tensor to where its routes lead."""
+        if not routes:
+            return
         flat, owner = borrowed(data)
         with torch.no_grad():
             for route in routes:
@@ -133,6 +144,13 @@ class Replay:
         with torch.no_grad():
             for route in routes:
                 _source(flat, route).copy_(self.live(route))
+        for route in routes if len(routes) > 1 else ():  # one published for several places
+            if not torch.equal(_bits(_source(flat, route)), _bits(self.live(route))):
+                names = sorted({self._places[route.place].name for route in routes})
+                raise CorruptionError(
+                    f"tensor {spec.name!r} was placed into {', '.join(names)}, and these differ",
+                    tensors=[spec.name],
+                )
         return tensors.as_bytes(out)
 
 
@@ -140,6 +158,12 @@ def whole(spec: TensorSpec, route: Route) -> bool:
     """Whether a route moves a published tensor as it is, one run of bytes at both ends."""
     same = route.source == route.target == DTYPES[spec.dtype]
     return same and route.move.whole(math.prod(spec.shape))
+
+
+def invertible(route: Route) -> bool:
+    """Whether what a route wrote tells what it was made of."""
+    move = route.move
+    return route.source == route.target and not self_overlapping(move.shape, move.source_steps)
 
 
 def borrowed(data: memoryview) -> tuple[torch.Tensor, Any]:

@@ -8,7 +8,7 @@ are given to the loader, by name, in every update.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final, final
 
 import attrs
@@ -19,10 +19,11 @@ from parallelkit.errors import LoaderError, ManifestError, ManifestMismatchError
 from parallelkit.weights.manifest import Manifest
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
-from parallelkit_torch.placement.observe import DTYPES, Loader, Notes, observe, observe_on_copy
+from parallelkit_torch.placement.observe import DTYPES, Notes, observe, observe_on_copy
 from parallelkit_torch.placement.proof import Proof, Routes, prove, written_places
 from parallelkit_torch.placement.record import ValuesNeededError
-from parallelkit_torch.placement.replay import Replay, whole
+from parallelkit_torch.placement.replay import Replay, invertible, whole
+from parallelkit_torch.placement.twin import Loader
 
 #: So many names or differences are listed in one message.
 _SHOWN: Final = 20
@@ -122,8 +123,8 @@ class LoadedModule:
                 f"tensor {spec.name!r} has {spec.nbytes} bytes, {data.nbytes} were given"
             )
         routes = self._routes(spec.name)
-        if routes is not None:
-            self._replay.write(data, routes)
+        if routes is not None or not spec.nbytes:
+            self._replay.write(data, routes or ())
             return
         staged = torch.empty(math.prod(spec.shape), dtype=DTYPES[spec.dtype])
         tensors.as_bytes(staged)[:] = data.cast("B")
@@ -206,7 +207,7 @@ class LoadedModule:
         routes = None if self._proof is None else self._proof.routes.get(name)
         if routes is None or self._proof is None or name in self._proof.partial:
             return False
-        return all(route.source == route.target for route in routes)
+        return all(map(invertible, routes))
 
     def _adopt(self, proof: Proof) -> None:
         self._proof = proof
@@ -234,34 +235,36 @@ class LoadedModule:
 
     def _load(self) -> None:
         manifest = self._manifest()
-        owner = {spec.name: index for index, spec in enumerate(manifest.unique)}
-        offered = {
-            t.name: self._pending[owner[t.alias_of or t.name]]
-            for t in manifest.tensors
-            if owner[t.alias_of or t.name] in self._pending
-        }
-        held = slots(self._module, transient=True)
-        notes, recorder = observe(self._loader, offered, held)
-        first = self._proof is None
-        if first:
-            self._adopt(_accepted(manifest, notes, written=True))
-        assert self._proof is not None
-        self._check_written(notes)
-        if not self._compared:
-            self._compare()
-        del offered, held
+        given = {spec.name: self._pending.get(i) for i, spec in enumerate(manifest.unique)}
+        for spec in manifest.unique:
+            if not spec.nbytes and not self._compared:  # has no bytes to come, and is a name
+                given[spec.name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        named = ((t.name, given[t.alias_of or t.name]) for t in manifest.tensors)
+        offered = {name: tensor for name, tensor in named if tensor is not None}
+        try:
+            notes, recorder = observe(self._loader, offered, slots(self._module, transient=True))
+            if self._proof is None:
+                self._adopt(_accepted(manifest, notes, written=True))
+            self._check_written(notes)
+        except LoaderError:
+            if self._untried and self._compared and self._proof is not None:
+                why = "the loader failed when it was given some names only"
+                self._give_to_loader(dict.fromkeys(self._proof.routes, why))
+            raise
+        moved = {} if self._compared else notes.reasons | self._different()
+        del offered, given
         self._pending.clear()
-        if first:
-            for name in recorder.retained():
-                self._give_to_loader(name, "is kept by the loader or the module after loading")
+        if not self._compared:
+            kept = "is kept by the loader or the module after loading"
+            self._give_to_loader(dict.fromkeys(recorder.retained(), kept) | moved)
         self._compared = True
 
     def _check_written(self, notes: Notes) -> None:
         """The loader must write all that it wrote of these names when it was watched first."""
         assert self._proof is not None
-        done = written_places(notes)
+        done, given = written_places(notes), self._given()
         for name, places in self._proof.touched.items():
-            lacking = sorted(places - done.get(name, frozenset())) if name in self._given() else ()
+            lacking = sorted(places - done.get(name, frozenset())) if name in given else ()
             if lacking:
                 raise LoaderError(
                     f"the loader wrote nothing of {name!r} to {', '.join(map(repr, lacking[:3]))}, "
@@ -272,24 +275,28 @@ class LoadedModule:
         unique = self._manifest().unique
         return frozenset(unique[index].name for index in self._pending)
 
-    def _compare(self) -> None:
-        """Keep with the loader what the recorded copies would write otherwise than it did."""
+    def _different(self) -> dict[str, str]:
+        """Names of which the recorded copies would write otherwise than the loader did."""
         assert self._proof is not None
         self._replay.look()
+        found = {}
         for index, spec in enumerate(self._manifest().unique):
             routes = self._proof.routes.get(spec.name)
             if routes and index in self._pending:
                 place = self._replay.differing(self._pending[index], routes)
                 if place:
-                    self._give_to_loader(
-                        spec.name, f"the recorded copies give {place!r} other bytes than the loader"
+                    found[spec.name] = (
+                        f"the recorded copies give {place!r} other bytes than the loader"
                     )
+        return found
 
-    def _give_to_loader(self, name: str, why: str) -> None:
+    def _give_to_loader(self, names: Mapping[str, str]) -> None:
+        """Let the loader have these names for good, for the reasons given."""
         assert self._proof is not None
-        routes = {n: routes for n, routes in self._proof.routes.items() if n != name}
-        reasons = {name: why} | self._proof.reasons
-        self._adopt(attrs.evolve(self._proof, routes=routes, reasons=reasons))
+        routes = {n: routes for n, routes in self._proof.routes.items() if n not in names}
+        if len(routes) < len(self._proof.routes):
+            reasons = {**names, **self._proof.reasons}
+            self._adopt(attrs.evolve(self._proof, routes=routes, reasons=reasons))
 
     def _check_open(self, what: str) -> None:
         if not self._open:

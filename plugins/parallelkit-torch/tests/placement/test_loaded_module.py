@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from parallelkit_torch.placement import LoadedModule
+from parallelkit_torch.placement.record import memory_of
+from parallelkit_torch.placement.twin import without_data
 from torch import nn
 
 from parallelkit.errors import (
+    CorruptionError,
     LoaderError,
     ManifestError,
     ManifestMismatchError,
@@ -54,6 +58,26 @@ def follow(module: Target | Engine, twin: Target | Engine, *versions: Tensors) -
             twin.load_weights([(n, t.detach().clone()) for n, t in tensors.items()])
         assert dict(state(module)) == dict(state(twin))
     return sink
+
+
+def test_reading_back_notices_a_difference_in_any_place() -> None:
+    def loads(target: Target, weights: Weights) -> None:
+        for _, weight in weights:
+            target.get_parameter("a").data.copy_(weight)
+            target.get_parameter("b").data.copy_(weight)
+
+    module = Target(loads, a=torch.zeros(3, 2), b=torch.zeros(3, 2))
+    tensors = {"w": numbers(3, 2)}
+    sink = learned(module, tensors)
+    engines.update(sink, tensors)
+    published = bytes(tensors["w"].view(-1).view(torch.uint8).tolist())
+    assert bytes(sink.host_bytes(0)) == published
+    for name in "ab":
+        module.get_parameter(name).data[1, 1] = 9
+        with pytest.raises(CorruptionError, match="'w' was placed into a, b, and these differ"):
+            sink.host_bytes(0)
+        engines.update(sink, tensors)
+        assert bytes(sink.host_bytes(0)) == published
 
 
 def numbers(*shape: int, start: float = 0.0) -> torch.Tensor:
@@ -314,6 +338,8 @@ def test_a_broadcast_is_recorded() -> None:
     make = functools.partial(Target, one(lambda p, w: p.copy_(w)), a=torch.zeros(3, 4))
     sink = follow(make(), make(), *({"a": numbers(4, start=v)} for v in range(3)))
     assert by_loader(sink) == {}
+    assert not sink.readable(0)
+    assert "1 that cannot be read back: 'a'" in sink.explain()
 
 
 def test_a_buffer_that_is_loaded_is_checked_like_a_parameter() -> None:
@@ -568,8 +594,9 @@ def test_a_partial_of_the_modules_own_method_is_tried_on_a_copy() -> None:
     [
         (lambda w: w.isnan().any().item(), "it looks at values of 'a'"),
         (lambda w: bool((w > 0).all()), "it looks at values of 'a'"),
-        (lambda w: w.numpy(), "it does not work without data"),
-        (lambda w: w.tolist(), "it "),
+        (lambda w: w.numpy(), "it takes values of 'a' out of torch (numpy)"),
+        (lambda w: np.asarray(w), "it takes values of 'a' out of torch (__array__)"),
+        (lambda w: w[1:].tolist(), "it takes values of 'a' out of torch (tolist)"),
     ],
 )
 def test_a_loader_that_looks_at_values(look: Callable[[torch.Tensor], object], said: str) -> None:
@@ -584,9 +611,28 @@ def test_a_loader_that_looks_at_values(look: Callable[[torch.Tensor], object], s
     versions = [{n: numbers(3, start=v + 1) for n in "ab"} for v in range(3)]
     assert said in learned(make(), versions[0]).explain()
     sink = follow(module, make(), *versions)
-    if "values" in said:
-        assert "looked at" in by_loader(sink)["a"] or "goes through" in by_loader(sink)["a"]
-        assert module.calls == [["a", "b"], ["a"], ["a"]]
+    assert by_loader(sink)["a"].startswith(("goes through", "leaves torch"))
+    assert module.calls == [["a", "b"], ["a"], ["a"]]
+
+
+def test_a_loader_that_packs_with_numpy() -> None:
+    def loads(target: Target, weights: Weights) -> None:
+        for name, weight in weights:
+            parameter = target.get_parameter(name)
+            if name == "packed":
+                bits = np.packbits(weight.numpy() > 0, axis=-1)
+                parameter.data.copy_(torch.from_numpy(bits))
+            else:
+                parameter.data.copy_(weight)
+
+    make = functools.partial(
+        Target, loads, packed=torch.zeros(3, 1, dtype=torch.uint8), b=torch.zeros(3)
+    )
+    versions = [{"b": numbers(3, start=v), "packed": numbers(3, 8) % (v + 2)} for v in range(3)]
+    module = make()
+    sink = follow(module, make(), *versions)
+    assert by_loader(sink) == {"packed": "leaves torch (numpy)"}
+    assert module.calls == [["b", "packed"], ["packed"], ["packed"]]
 
 
 def test_a_method_that_works_on_the_live_module_all_the_same() -> None:
@@ -621,6 +667,40 @@ def test_a_module_that_cannot_be_copied() -> None:
     assert "since the module cannot be copied (TypeError" in sink.explain()
 
 
+def test_tensors_that_a_module_holds_elsewhere_are_copied_without_data() -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.tensors = {"cache": [torch.zeros(1 << 20)], "own": nn.Parameter(torch.zeros(9))}
+
+    module = Engine()
+    module.caches = Held()  # type: ignore[assignment]
+    module.layers[0].alias = [module.layers[0].norm.weight.data[:4]]
+    twin, loader = without_data(module, module.load_weights)
+    held = twin.caches.tensors  # type: ignore[union-attr]
+    assert all(t.is_meta for t in [*held["cache"], held["own"], *twin.parameters()])  # type: ignore[index, misc, operator]
+    assert isinstance(held["own"], nn.Parameter)  # type: ignore[index, operator]
+    assert loader.__self__ is twin  # type: ignore[attr-defined]
+    alias, norm = twin.layers[0].alias[0], twin.layers[0].norm.weight  # type: ignore[union-attr, index]
+    assert memory_of(alias) == memory_of(norm)
+    assert twin.embed.weight.weight_loader.__self__ is twin.embed  # type: ignore[union-attr]
+
+
+def test_empty_tensors_are_names_too() -> None:
+    def loads(target: Target, weights: Weights) -> None:
+        given = dict(weights)
+        target.get_parameter("a").data.copy_(given["a"])
+        target.get_parameter("none").data.copy_(given["none"])
+
+    make = functools.partial(Target, loads, a=torch.zeros(3), none=torch.zeros(0, 3))
+    versions = [{"a": numbers(3, start=v), "none": torch.zeros(0, 3)} for v in range(3)]
+    sink = follow(make(), make(), *versions)
+    assert by_loader(sink) == {}
+    sink = learned(make(), versions[0])
+    sink.begin()
+    sink.write(0, memoryview(bytes(12)))  # of what has no bytes, none may come
+    sink.finish()
+
+
 # --- what goes wrong later ---------------------------------------------------------------------
 
 
@@ -642,6 +722,51 @@ def test_other_bytes_than_the_loaders_keep_a_name_with_the_loader() -> None:
         assert torch.equal(module.b, tensors["b"])  # type: ignore[arg-type]
     assert by_loader(sink) == {"a": "the recorded copies give 'a' other bytes than the loader"}
     assert module.calls == [["a", "b"], ["a"], ["a"]]
+
+
+def test_what_a_loader_does_with_data_only_keeps_a_name_with_it() -> None:
+    def loads(target: Target, weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "a" and not weight.is_meta:
+                target.largest = weight.max()  # type: ignore[assignment]
+            if name == "b" and not weight.is_meta:
+                target.kept = weight  # type: ignore[assignment]
+            target.get_parameter(name).data.copy_(weight)
+
+    module = Target(loads, a=torch.zeros(3), b=torch.zeros(3), c=torch.zeros(3))
+    versions = [{n: numbers(3, start=v) for n in "abc"} for v in range(3)]
+    sink = learned(module, versions[0])
+    assert by_loader(sink) == {}
+    for tensors in versions:
+        engines.update(sink, tensors)
+        assert module.largest == tensors["a"].max()
+        assert torch.equal(module.kept, tensors["b"])  # type: ignore[arg-type]
+    assert by_loader(sink) == {
+        "a": "goes through aten.max.default",
+        "b": "is kept by the loader or the module after loading",
+    }
+    assert module.calls == [["a", "b", "c"], ["a", "b"], ["a", "b"]]
+
+
+def test_a_function_that_wants_all_names_at_once_gets_them_after_it_failed_once() -> None:
+    module = Target(lambda target, weights: None, ab=torch.zeros(4), c=torch.zeros(2))
+
+    def loader(weights: Weights) -> None:
+        given = dict(weights)
+        module.get_parameter("ab").data.copy_(torch.cat([given["a"], given["b"]]))
+        module.get_parameter("c").data.copy_(given["c"])
+
+    versions = [{n: numbers(2, start=v + i) for i, n in enumerate("abc")} for v in range(4)]
+    sink = learned(module, versions[0], loader)
+    engines.update(sink, versions[0])
+    assert set(by_loader(sink)) == {"a", "b"}
+    with pytest.raises(LoaderError, match="KeyError: 'c'"):
+        engines.update(sink, versions[1])
+    for tensors in versions[2:]:
+        engines.update(sink, tensors)
+        assert torch.equal(module.ab, torch.cat([tensors["a"], tensors["b"]]))  # type: ignore[arg-type]
+        assert torch.equal(module.c, tensors["c"])  # type: ignore[arg-type]
+    assert by_loader(sink)["c"] == "the loader failed when it was given some names only"
 
 
 def test_a_loader_that_raises_or_does_nothing_later() -> None:
