@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from parallelkit import hooks
 from parallelkit.hookspecs import hookimpl
 from parallelkit.plugin import API_VERSION
 from parallelkit.testing.arrays import Arrays
@@ -56,6 +57,7 @@ class Fault:
         self.point = point
         self.publisher: Any = None
         self.subscriber: Any = None
+        self.transport: Any = None
         self.model: Arrays | None = None
         self.received: list[Any] = []
         self._emit = emit
@@ -110,10 +112,8 @@ class Fault:
         server.send = watched
 
     def watch_subscriber(self, subscriber: Any) -> None:
-        """Note a subscriber that joined; its transport can be made to fail."""
+        """Note a subscriber that joined."""
         self.subscriber = subscriber
-        if self.act in ("received", "staged") or (self.act, self.point) == ("memory", "pull"):
-            subscriber._transport = FaultyTransport(subscriber._transport, self)
 
     # --- acts
 
@@ -146,7 +146,7 @@ class Fault:
                 connection.send(_GARBAGE, socket.MSG_DONTWAIT)
 
     def _arena(self) -> None:
-        self.publisher._coordinator._transport.buffer[0] ^= 1
+        self.transport.buffer[0] ^= 1
 
     def _live(self) -> None:
         assert self.model is not None
@@ -217,8 +217,15 @@ class FaultyTransport:
         self._fault = fault
         self._copy: tuple[int, memoryview] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    @property
+    def name(self) -> str:
+        """The transport's."""
+        return str(self._inner.name)
+
+    @property
+    def epoch(self) -> Any:
+        """The publisher's, or how to ask for it."""
+        return self._inner.epoch
 
     @property
     def buffer(self) -> memoryview | None:
@@ -239,6 +246,10 @@ class FaultyTransport:
         if self._fault.act == "received" and self._fault.received:
             self._fault.at("pull")
 
+    def close(self) -> None:
+        """Close the transport."""
+        self._inner.close()
+
     def _changed(self, arena: memoryview | None) -> memoryview | None:
         if arena is None or self._fault.act != "received":
             return arena
@@ -253,12 +264,13 @@ class FaultyTransport:
 
 
 class Traps:
-    """A plugin that only watches: members that say hello, and transports that are opened."""
+    """A plugin that watches: who says hello, and the transports that other plugins open."""
 
     parallelkit_api = API_VERSION
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
+        self._asking = False
 
     @hookimpl(tryfirst=True)
     def parallelkit_transports(self, request: Any) -> None:
@@ -266,12 +278,30 @@ class Traps:
             self._fault.at("open")
 
     @hookimpl(tryfirst=True)
-    def parallelkit_open_transport(self, spec: Any) -> None:
+    def parallelkit_open_transport(self, spec: Any) -> Any:
+        if self._asking:
+            return None
         self._fault.at("publish")
+        transport = self._ask(lambda: hooks.open_transport(spec))
+        self._fault.transport = self._fault.transport or transport
+        return transport
 
     @hookimpl(tryfirst=True)
-    def parallelkit_connect_transport(self, name: str) -> None:
+    def parallelkit_connect_transport(self, name: str, offer: bytes, key: bytes = b"") -> Any:
+        if self._asking:
+            return None
         self._fault.at("open")
+        secret: dict[str, Any] = {"key": key} if key else {}  # where the protocol has one
+        transport = self._ask(lambda: hooks.connect_transport(name, offer, **secret))
+        return None if transport is None else FaultyTransport(transport, self._fault)
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Ask the other plugins."""
+        self._asking = True
+        try:
+            return call()
+        finally:
+            self._asking = False
 
 
 def connections() -> list[socket.socket]:
