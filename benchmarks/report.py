@@ -172,6 +172,14 @@ def mindspore_weights_tables(result: Result) -> list[str]:
     ]
 
 
+def placement_tables(result: Result) -> list[str]:
+    columns = (
+        *("kind", "tensors", "MB", "arm", "ms", "low ms", "high ms", "GB/s"),
+        "times loader",
+    )
+    return [markdown(columns, result["rows"]), goal_table(result)]
+
+
 def _named(row: Row) -> Row:
     """A row's phases under names that are no column's: there is a phase `verify`, too."""
     return {f"{name} ms": value for name, value in row["phases ms"].items()}
@@ -190,6 +198,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "shm": shm_tables,
     "mindspore_step": mindspore_step_tables,
     "mindspore_weights": mindspore_weights_tables,
+    "placement": placement_tables,
 }
 
 

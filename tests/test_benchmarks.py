@@ -33,6 +33,7 @@ ROWS = {
     "mindspore_step": {"mode", "size", "arm", "ms a step", "ratio", "ratio low", "of eager"},
     "mindspore_weights": {"size", "kind", "tensors", "nbytes", "verify", "update ms", "of memcpy"}
     | {"times broadcast", "phases ms"},
+    "placement": {"kind", "tensors", "MB", "arm", "ms", "low ms", "high ms", "times loader"},
 }
 
 
