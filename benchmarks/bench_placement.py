@@ -2,8 +2,8 @@
 
 One process: the bytes of an update lie in an arena, as a subscriber has them before it places them;
 nothing is hashed. The loader is called with views of the arena, which is the least it can cost, and
-with copies that it may keep, which is what a subscriber must give it: "times loader" is against that.
-Loader and recorded copies write modules that are alike, and what each left there is compared.
+with copies that it may keep, which is what a subscriber must give it; "times loader" is against
+that. Loader and recorded copies write modules that are alike, and what each left there is compared.
 """
 
 from __future__ import annotations
