@@ -28,6 +28,9 @@ _SEGMENT = re.compile(r"parallelkit-\d+-(\d+)-")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests marked slow, too")
+    parser.addoption(
+        "--write-tables", action="store_true", help="write tables of the docs that tests declare"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

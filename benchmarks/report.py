@@ -182,6 +182,14 @@ def tcp_tables(result: Result) -> list[str]:
     return [markdown((*columns, "CPU s/GB", "of raw", "of memcpy"), result["rows"])]
 
 
+def placement_tables(result: Result) -> list[str]:
+    columns = (
+        *("kind", "tensors", "MB", "arm", "ms", "low ms", "high ms", "GB/s"),
+        "times loader",
+    )
+    return [markdown(columns, result["rows"]), goal_table(result)]
+
+
 def _named(row: Row) -> Row:
     """A row's phases under names that are no column's: there is a phase `verify`, too."""
     return {f"{name} ms": value for name, value in row["phases ms"].items()}
@@ -202,6 +210,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "mindspore_weights": mindspore_weights_tables,
     "transfer_plan": transfer_plan_tables,
     "tcp": tcp_tables,
+    "placement": placement_tables,
 }
 
 

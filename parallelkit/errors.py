@@ -245,6 +245,10 @@ class NeedsError(WeightTransferError):
     """What a member says it keeps cannot be regions of the published tensors."""
 
 
+class LoaderError(WeightTransferError):
+    """A loader raised, or did other than it did when it was watched; chained to the cause."""
+
+
 class TicketError(WeightTransferError):
     """A ticket is malformed, altered, expired, or used already."""
 
@@ -255,6 +259,10 @@ class ProtocolError(WeightTransferError):
 
 class TransportError(WeightTransferError):
     """Bytes cannot be moved: no transport reaches the peer, or a segment cannot be used."""
+
+
+class EpochError(TransportError):
+    """The publisher is at another epoch: it went on, and what was read is void."""
 
 
 class StateError(WeightTransferError):

@@ -144,10 +144,15 @@ def weight_source(
 
 
 def weight_sink(
-    target: Any, *, manager: PluginManager | None = None
+    target: Any,
+    *,
+    loader: Callable[..., Any] | None = None,
+    manager: PluginManager | None = None,
 ) -> protocols.WeightSink | None:
     """Return the writer of the first plugin that knows `target`'s type, or None."""
-    return _first("parallelkit_weight_sink", manager, protocols.WeightSink, target=target)
+    return _first(
+        "parallelkit_weight_sink", manager, protocols.WeightSink, target=target, loader=loader
+    )
 
 
 def engine_client(

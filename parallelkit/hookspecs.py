@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from parallelkit import graphs, protocols, specs
 
 PROJECT = "parallelkit"
@@ -121,8 +123,14 @@ def parallelkit_weight_source(model: Any) -> protocols.WeightSource | None:
 
 
 @hookspec(firstresult=True)
-def parallelkit_weight_sink(target: Any) -> protocols.WeightSink | None:
-    """Place weights into a target. *First result*, like `parallelkit_weight_source`."""
+def parallelkit_weight_sink(
+    target: Any, loader: Callable[..., Any] | None
+) -> protocols.WeightSink | None:
+    """Place weights into a target. *First result*, like `parallelkit_weight_source`.
+
+    With a `loader` the answer is a `LoaderSink` that places by it; a plugin that has none leaves
+    the argument out, and the user is told.
+    """
 
 
 @hookspec

@@ -25,6 +25,7 @@ from parallelkit.launch import LaunchInfo
 from parallelkit.protocols import (
     EngineClient,
     ExecutionMode,
+    LoaderSink,
     ParallelContext,
     ProcessGroup,
     PublisherTransport,
@@ -69,6 +70,7 @@ __all__ = [
     "HostIdentity",
     "LaunchInfo",
     "LaunchSpec",
+    "LoaderSink",
     "Manifest",
     "ModeComparison",
     "ParallelContext",

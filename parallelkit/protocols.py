@@ -347,6 +347,26 @@ class WeightSink(Protocol):
 
 
 @runtime_checkable
+class LoaderSink(WeightSink, Protocol):
+    """A target that takes tensors under the publisher's names, by a loader of its own."""
+
+    def learn(self, published: Manifest) -> None:
+        """Find out what becomes of these tensors; once, before any other call. Writes nothing.
+
+        Afterwards `needs` is what was published, and indexes count its unique tensors.
+
+        Raises:
+            ManifestMismatchError: they are not what the target needs; every difference is listed.
+        """
+
+    def readable(self, index: int) -> bool:
+        """Whether `host_bytes` can give tensor `index` back; else its bytes as received count."""
+
+    def explain(self) -> str:
+        """Say which tensors take which way, and why."""
+
+
+@runtime_checkable
 class RegionSink(WeightSink, Protocol):
     """A target that keeps a part of the tensors: its shards, its pipeline stage.
 
@@ -410,7 +430,8 @@ class SubscriberTransport(Protocol):
             deadline: monotonic seconds.
 
         Raises:
-            TransportError: the publisher's epoch is another, or it refused.
+            EpochError: the publisher's epoch is another.
+            TransportError: it refused.
             ProtocolError: a span reaches outside the arena.
             PeerLostError: the publisher's rank is gone.
             UpdateTimeoutError: the deadline passed.

@@ -35,6 +35,7 @@ ROWS = {
     | {"times broadcast", "phases ms"},
     "tcp": {"size", "nbytes", "way", "connections", "ms", "GB/s", "CPU s/GB", "of raw"},
     "transfer_plan": {"case", "tensors", "ranks", "plans", "pieces", "buckets", "s", "low s"},
+    "placement": {"kind", "tensors", "MB", "arm", "ms", "low ms", "high ms", "times loader"},
 }
 
 

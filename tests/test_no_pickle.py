@@ -27,9 +27,17 @@ UNSAFE_MODULES = {
     "cloudpickle",
     "jsonpickle",
     "joblib",
+    "multiprocessing",  # its queues, pipes and connections unpickle
+    "xmlrpc",
+    "runpy",
+    "code",
+    "codeop",
+    "imp",
 }
 #: Built-in functions that run text.
-UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "types.CodeType"}
+#: The same, given away without being called; `compile` is a word of others too.
+UNSAFE_NAMES = {"eval", "exec", "__import__", "__builtins__"}
 #: Methods and functions, of whatever object, that unpickle what they receive.
 UNSAFE_ATTRIBUTES = {
     "send_pyobj",
@@ -43,9 +51,30 @@ UNSAFE_ATTRIBUTES = {
     "recv_object_list",
     "ForkingPickler",
     "rebuild_cuda_tensor",
+    "ProcessPoolExecutor",
+    "read_pickle",
+    "to_pickle",
+    "UnsafeLoader",
+    "FullLoader",
 }
 #: Functions that unpickle, by the last two parts of their name.
-UNSAFE_FUNCTIONS = {"torch.load", "mindspore.load", "yaml.load", "yaml.unsafe_load", "np.loads"}
+UNSAFE_FUNCTIONS = {
+    "torch.load",
+    "serialization.load",
+    "jit.load",
+    "hub.load",
+    "mindspore.load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+    "numpy.loads",
+    "config.listen",
+    "config.fileConfig",
+}
+LAST_PARTS = UNSAFE_NAMES | {name.rpartition(".")[2] for name in UNSAFE_FUNCTIONS}
+#: Arguments that let a decoder call what it is told to.
+HOOKS = {"dec_hook", "ext_hook", "object_hook", "object_pairs_hook"}
 FRAMEWORKS = {"torch", "mindspore", "vllm", "sglang", "jax", "tensorflow", "transformers"}
 
 #: The only attribute looked up by a name that is computed, in `parallelkit/weights`, and why:
@@ -60,6 +89,17 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return ""
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """What a name stands for that an import gave: `np` for `numpy`, `read` for `torch.load`."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return found
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -79,14 +119,32 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def unsafe(source: str) -> list[str]:
     """What a module has that unpickles or evaluates, as `line: what`."""
     tree = ast.parse(source)
+    known = aliases(tree)
     found = [f"{line}: imports {name}" for line, name in imports(tree) if name in UNSAFE_MODULES]
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in UNSAFE_NAMES:
+            found.append(f"{node.lineno}: names {node.id}")
+        last = getattr(node, "attr", None) or known.get(getattr(node, "id", None), "")
+        if last.rpartition(".")[2] in LAST_PARTS:
+            first, _, rest = dotted(node).partition(".")
+            name = ".".join(filter(None, [known.get(first, first), rest]))
+            if name.removeprefix("builtins.") in UNSAFE_NAMES:
+                found.append(f"{node.lineno}: names {name}")
+            if ".".join(name.split(".")[-2:]) in UNSAFE_FUNCTIONS:
+                found.append(f"{node.lineno}: names {name}")
+        if isinstance(node, ast.Subscript) and dotted(node.value) == "sys.modules":
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else ""
+            if str(key).partition(".")[0] in UNSAFE_MODULES | {"builtins"}:
+                found.append(f"{node.lineno}: takes {key}")
         if isinstance(node, ast.Call):
             name = dotted(node.func)
             if name in UNSAFE_CALLS or name.removeprefix("builtins.") in UNSAFE_CALLS:
                 found.append(f"{node.lineno}: calls {name}")
-            if ".".join(name.split(".")[-2:]) in UNSAFE_FUNCTIONS:
-                found.append(f"{node.lineno}: calls {name}")
+            if name in ("getattr", "attrgetter") and any(
+                isinstance(a, ast.Constant) and a.value in UNSAFE_NAMES | UNSAFE_ATTRIBUTES
+                for a in node.args
+            ):
+                found.append(f"{node.lineno}: looks one of those up")
             found += [
                 f"{node.lineno}: passes {k.arg}"
                 for k in node.keywords
@@ -97,7 +155,9 @@ def unsafe(source: str) -> list[str]:
             found += [
                 f"{node.lineno}: imports {full}"
                 for full, name in names.items()
-                if full in UNSAFE_FUNCTIONS or name in UNSAFE_ATTRIBUTES
+                if ".".join(full.split(".")[-2:]) in UNSAFE_FUNCTIONS
+                or name in UNSAFE_ATTRIBUTES
+                or (node.module == "builtins" and name in UNSAFE_CALLS)
             ]
         if isinstance(node, ast.Attribute) and node.attr in UNSAFE_ATTRIBUTES:
             found.append(f"{node.lineno}: uses {node.attr}")
@@ -125,8 +185,17 @@ def computed_names(source: str) -> list[tuple[int, str]]:
                 found.append((node.lineno, function))
         if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
             target = node.value
-            if isinstance(target, ast.Call) and dotted(target.func) in ("globals", "vars"):
+            tables = ("globals", "vars", "locals")
+            if isinstance(target, ast.Call) and dotted(target.func) in tables:
                 found.append((node.lineno, function))
+            if dotted(target) == "sys.modules" or dotted(target).endswith("__dict__"):
+                found.append((node.lineno, function))
+        if isinstance(node, ast.Attribute) and node.attr in ("__getattribute__", "__getattr__"):
+            found.append((node.lineno, function))
+        given = [*node.args, *node.keywords] if isinstance(node, ast.Call) else []
+        values = [getattr(a, "value", a) if isinstance(a, ast.keyword) else a for a in given]
+        if any(isinstance(v, ast.Name) and v.id in ("getattr", "setattr") for v in values):
+            found.append((node.lineno, function))
         for child in ast.iter_child_nodes(node):
             walk(child, function)
 
@@ -177,6 +246,18 @@ def test_the_weight_modules_look_nothing_up_by_a_name_that_may_come_from_a_peer(
     assert found == COMPUTED_NAMES, "and each exception is needed"
 
 
+def test_the_weight_modules_decode_without_hooks():
+    found = [
+        f"{relative(path)}:{node.lineno}: passes {keyword.arg}"
+        for path in WEIGHTS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg in HOOKS
+    ]
+    assert found == []
+
+
 # --- the checker itself ------------------------------------------------------------------------
 
 
@@ -211,6 +292,32 @@ def test_the_weight_modules_look_nothing_up_by_a_name_that_may_come_from_a_peer(
         "torch.distributed.all_gather_object(out, x)",
         "from torch.distributed import broadcast_object_list",
         "from multiprocessing.reduction import ForkingPickler",
+        "from multiprocessing.connection import Client",
+        "import multiprocessing as mp",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "from builtins import eval",
+        "from builtins import exec as run",
+        "run = eval",
+        "list(map(eval, texts))",
+        "functools.partial(exec, text)",
+        "__builtins__['eval'](text)",
+        "getattr(builtins, 'eval')(text)",
+        "import builtins as b\nb.exec(text)",
+        "sys.modules['pickle'].loads(data)",
+        "sys.modules['builtins'].eval(data)",
+        "import torch as t\nt.load(path)",
+        "import torch.serialization as s\ns.load(path)",
+        "from torch import serialization\nserialization.load(path)",
+        "from torch import load as read\nread(path)",
+        "read = torch.load",
+        "torch.jit.load(path)",
+        "yaml.load(text, Loader=yaml.UnsafeLoader)",
+        "import yaml as y\ny.full_load(text)",
+        "logging.config.listen(port)",
+        "import runpy\nrunpy.run_path(path)",
+        "types.CodeType(*parts)",
+        "pandas.read_pickle(path)",
+        "getattr(dist, 'all_gather_object')(out, x)",
     ],
 )
 def test_a_planted_example_is_found(source):
@@ -231,6 +338,11 @@ def test_a_planted_example_is_found(source):
         "# import pickle",
         "from . import pickle_free",
         "import picklebob",
+        "import numpy as np\nnp.frombuffer(data)",
+        "parallelize = graph.compile",
+        "loader.load(path)",
+        "sys.modules['torch'].cuda",
+        "getattr(group, 'eval_mode', None)",
     ],
 )
 def test_a_harmless_example_is_not(source):
@@ -265,6 +377,12 @@ def test_imports_are_found(source, expected):
         "def f(name):\n    return vars(errors)[name]",
         "def f(name):\n    return import_module(name)",
         "class C:\n    async def f(self, message):\n        return getattr(m, message.kind)()",
+        "def f(name):\n    return sys.modules[name]",
+        "def f(name):\n    return m.__dict__[name]",
+        "def f(name):\n    return locals()[name]",
+        "def f(name):\n    return m.__getattribute__(name)",
+        "def f(name):\n    return reduce(getattr, name.split('.'), m)",
+        "def f(name):\n    return partial(func=getattr)(m, name)",
     ],
 )
 def test_a_computed_name_is_found(source):

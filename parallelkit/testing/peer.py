@@ -4,6 +4,11 @@
 
 The ticket is read from (subscribe) or written to (publish) a line of standard input or output;
 events are JSON lines on standard output. Fault tests drive it with `Peer`.
+
+Lines to a publisher: a number (fill the model with it and update), `ticket`, `members`, `fault`
+(bring the fault about now). Lines to a subscriber: a ticket, and with `rejoin` another one whenever
+it has none. Signals to a subscriber: SIGUSR1 (bring the fault about), SIGUSR2 (say how it is),
+SIGHUP (leave).
 """
 
 from __future__ import annotations
@@ -17,11 +22,15 @@ import threading
 import time
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
+from parallelkit.errors import PartialCommitError, PeerLostError
+from parallelkit.loader import register
 from parallelkit.testing.arrays import Arrays
+from parallelkit.testing.faults import Fault, FaultyArrays, Traps
 
 PUBLISHER_PHASES = ("begin", "stage", "transfer", "verify", "committed")
 SUBSCRIBER_PHASES = ("begin", "transfer", "prepared", "commit", "committed")
@@ -76,13 +85,17 @@ class Peer:
 
     def event(self, kind: str, timeout: float = 30.0) -> dict[str, Any]:
         """Wait for an event of a kind; others are dropped."""
+        return self.event_of((kind,), timeout)
+
+    def event_of(self, kinds: tuple[str, ...], timeout: float = 30.0) -> dict[str, Any]:
+        """Wait for an event of one of several kinds; others are dropped."""
         deadline = time.monotonic() + timeout
         while True:
             try:
                 event = self._events.get(timeout=max(deadline - time.monotonic(), 0.01))
             except Empty:
-                raise TimeoutError(f"no {kind!r} event within {timeout:g} s") from None
-            if event["event"] == kind:
+                raise TimeoutError(f"no {' or '.join(kinds)} event in {timeout:g} s") from None
+            if event["event"] in kinds:
                 return event
 
     def signal(self, number: signal.Signals) -> None:
@@ -106,69 +119,162 @@ class Peer:
             self._events.put(json.loads(line))
 
 
+class _Leave(Exception):
+    """A subscriber was told to leave."""
+
+
 def main(role: str, settings: dict[str, Any]) -> None:
     """Run one role to its end."""
     model = sample_model(settings.get("value", 0.0), settings.get("elements", 1 << 16))
+    fault = Fault(emit, **settings.get("fault", {}))
+    if "fault" in settings:
+        model = FaultyArrays(model.arrays, fault)
+        register(Traps(fault), "traps")
 
     def phase(name: str) -> None:
         emit("phase", phase=name)
+        if role == "subscribe" and name == "begin":
+            fault.count()
+        fault.at(name)
         if name == settings.get("die_at"):
             time.sleep(0.3)  # let what was sent before leave, so that the phase is the one meant
             os.kill(os.getpid(), getattr(signal, settings.get("signal", "SIGKILL")))
 
+    emit("started")
     if role == "publish":
-        _publish(model, settings, phase)
+        _publish(model, settings, phase, fault)
     else:
-        _subscribe(model, settings, phase)
+        _subscribe(model, settings, phase, fault)
 
 
 def emit(event: str, **fields: Any) -> None:
     """Write one event line."""
-    print(json.dumps({"event": event, **fields}), flush=True)
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stdout.flush()
 
 
-def _publish(model: Arrays, settings: dict[str, Any], phase: Any) -> None:
-    from parallelkit.weights import publish_weights
-
-    options = settings.get("publish", {})
-    with publish_weights(model, **options) as publisher:
-        publisher._coordinator._phase_hook = phase  # type: ignore[union-attr]
+def _publish(model: Arrays, settings: dict[str, Any], phase: Any, fault: Fault) -> None:
+    with _published(model, settings, fault) as publisher:
+        publisher._coordinator._phase_hook = phase
+        fault.watch_publisher(publisher)
         for _ in range(settings.get("tickets", 1)):
             emit("ticket", ticket=publisher.new_ticket())
         publisher.wait(settings.get("tickets", 1))
         emit("ready")
-        for line in sys.stdin:
-            fill(model, float(line))
-            try:
-                emit("report", report=publisher.update().to_dict())
-            except Exception as error:
-                emit("error", error=type(error).__name__, message=str(error))
+        for line in map(str.strip, sys.stdin):
+            if line == "ticket":
+                emit("ticket", ticket=publisher.new_ticket())
+            elif line == "members":
+                members = {x.name: x.state for x in publisher.members}
+                emit("members", members=members, version=publisher.version)
+            elif line == "fault":
+                fault.strike()
+            else:
+                _update(publisher, model, float(line))
 
 
-def _subscribe(model: Arrays, settings: dict[str, Any], phase: Any) -> None:
+def _published(model: Arrays, settings: dict[str, Any], fault: Fault) -> Any:
+    """Publish; after a failure again when told to, where `rejoin` is set."""
+    from parallelkit.weights import publish_weights
+
+    while True:
+        try:
+            return publish_weights(model, **settings.get("publish", {}))
+        except Exception as error:
+            if not settings.get("rejoin"):
+                raise
+            emit("refused", error=type(error).__name__, message=str(error))
+        fault.relent()
+        sys.stdin.readline()
+
+
+def _update(publisher: Any, model: Arrays, value: float) -> None:
+    fill(model, value)
+    try:
+        emit("report", report=publisher.update().to_dict(), version=publisher.version)
+    except Exception as error:
+        report: Any = error.report if isinstance(error, PartialCommitError) else None
+        emit(
+            "error",
+            error=type(error).__name__,
+            cause=type(error.__cause__).__name__,
+            message=str(error),
+            version=publisher.version,
+            quarantined=list(report.quarantined) if report else [],
+        )
+
+
+def _subscribe(model: Arrays, settings: dict[str, Any], phase: Any, fault: Fault) -> None:
     from parallelkit.weights import subscribe_weights
 
-    with subscribe_weights(model, sys.stdin.readline()) as subscriber:
-        subscriber._phase = phase  # type: ignore[method-assign]
-        if settings.get("serve"):
-            subscriber.serve()
-        emit("joined", name=subscriber.name)
-        while True:
-            try:
-                subscriber.step(settings.get("timeout", 30.0))
-                error = None
-            except Exception as caught:
-                error = caught
-            emit(
-                "step",
-                version=subscriber.version,
-                state=subscriber.state,
-                values=sorted(values(model)),
-                error=type(error).__name__ if error else None,
-                message=str(error) if error else "",
+    for ticket in iter(sys.stdin.readline, ""):
+        try:
+            subscriber = subscribe_weights(
+                model,
+                ticket,
+                member=settings.get("member", 0),
+                timeout=settings.get("join_timeout", 60.0),
             )
-            if error is not None and type(error).__name__ == "PeerLostError":
-                return
+        except Exception as error:
+            if not settings.get("rejoin"):
+                raise
+            fault.relent()
+            about = {"error": type(error).__name__, "message": str(error)}
+            emit("refused", values=sorted(values(model)), **about)
+            continue
+        with subscriber:
+            subscriber._phase = phase  # type: ignore[method-assign]
+            fault.watch_subscriber(subscriber)
+            if settings.get("serve"):
+                subscriber.serve()
+            emit("joined", name=subscriber.name)
+            left = _follow(subscriber, model, settings, fault)
+        if left:
+            emit("left")
+        if not settings.get("rejoin"):
+            return
+
+
+def _follow(subscriber: Any, model: Arrays, settings: dict[str, Any], fault: Fault) -> bool:
+    """Step until the publisher is gone, or until told to leave; returns whether that was it."""
+
+    def look(event: str, error: Exception | None = None) -> None:
+        emit(
+            event,
+            version=subscriber.version,
+            state=subscriber.state,
+            values=sorted(values(model)),
+            error=type(error).__name__ if error else None,
+            message=str(error) if error else "",
+            use=_use(subscriber) if settings.get("rejoin") else None,
+        )
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise _Leave
+
+    signal.signal(signal.SIGUSR1, lambda number, frame: fault.strike())
+    signal.signal(signal.SIGUSR2, lambda number, frame: look("state"))
+    signal.signal(signal.SIGHUP, leave)
+    while True:
+        try:
+            subscriber.step(settings.get("timeout", 30.0))
+        except _Leave:
+            return True
+        except Exception as error:
+            look("step", error)
+            if isinstance(error, PeerLostError):
+                return False
+        else:
+            look("step")
+
+
+def _use(subscriber: Any) -> str | None:
+    """The name of the error that using the target raises, if any."""
+    try:
+        with subscriber.use():
+            return None
+    except Exception as error:
+        return type(error).__name__
 
 
 if __name__ == "__main__":

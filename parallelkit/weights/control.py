@@ -72,10 +72,14 @@ class Inbox:
             return None
 
     def clear(self) -> None:
-        """Drop what is late."""
+        """Drop what is late; a stop is not."""
+        stops = []
         with contextlib.suppress(queue.Empty):
             while True:
-                self._queue.get_nowait()
+                item = self._queue.get_nowait()
+                stops += [item] if isinstance(item, Stop) else []
+        for stop in stops:
+            self._queue.put(stop)
 
 
 class Desk(Protocol):
@@ -243,7 +247,7 @@ class ControlServer:
                     raise ProtocolError(f"a first message of {len(frames[1])} bytes")
                 message = m.decode_at_publisher(bytes(frames[1].buffer))
                 answers = encoded(self._desk.receive(route, message))
-            except (ProtocolError, TicketError) as error:
+            except (ProtocolError, TicketError, TransportError) as error:
                 refusal = m.Refused(error=type(error).__name__, message=m.clip(str(error)))
                 answers = encoded([(route, refusal)])
             except Exception as error:  # a plugin's transport; this thread serves the others, too

@@ -158,6 +158,7 @@ class Coordinator:
         try:
             truths = self._prepare(update)
         except BaseException as error:
+            self.members.ignore()
             self._bump()
             update.abort(str(error) or type(error).__name__)
             raise
@@ -168,6 +169,7 @@ class Coordinator:
         try:
             members = update.commit(truths, readback=self.settings.verify == "readback")
         finally:
+            self.members.ignore()
             if members is None or any(r.state in ("quarantined", "lost") for r in members):
                 self._bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")

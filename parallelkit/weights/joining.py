@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from parallelkit import __version__, hooks
@@ -13,9 +14,11 @@ from parallelkit.errors import (
     ProtocolError,
     TicketError,
     TransportError,
+    UnsupportedFeatureError,
     UpdateTimeoutError,
+    WeightTransferError,
 )
-from parallelkit.protocols import RegionSink, SubscriberTransport, WeightSink
+from parallelkit.protocols import LoaderSink, RegionSink, SubscriberTransport, WeightSink
 from parallelkit.weights import messages as m
 from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
@@ -30,7 +33,12 @@ from parallelkit.weights.ticket import Ticket
 
 
 def subscribe_weights(
-    target: Any, ticket: str, *, member: int = 0, timeout: float = 60.0
+    target: Any,
+    ticket: str,
+    *,
+    member: int = 0,
+    timeout: float = 60.0,
+    loader: Callable[..., Any] | None = None,
 ) -> WeightSubscriber:
     """Let `target` follow a publisher.
 
@@ -43,16 +51,22 @@ def subscribe_weights(
         ticket: from `publisher.ticket` or `publisher.new_ticket()`; used up by this call.
         member: this process's rank within its group, for tickets with several members.
         timeout: seconds for joining; later waits use the publisher's.
+        loader: places tensors that have other names or forms than the target's own, such as an
+            engine's `module.load_weights`: takes pairs of published name and tensor, may return
+            the names that it loaded. It is called once now, on a copy of the target without data,
+            and in updates as far as plain copies do not do the same.
 
     Raises:
         TicketError: malformed, altered, expired, used, or for another member rank.
         ManifestMismatchError: the target needs something else than is published; every difference
-            is listed, and the publisher is told.
+            is listed, and the publisher is told. With a loader also: a parameter that it gives no
+            value, a published tensor that it makes nothing of.
         PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
         TransportError: the publisher's memory cannot be reached from here.
         NeedsError: a `RegionSink` keeps something that is no part of its tensors.
         UpdateTimeoutError: no answer within `timeout`.
         NoBackendError: no plugin knows the target's type.
+        UnsupportedFeatureError: the plugin that does has no way for loaders.
 
     Example:
         >>> follower = pk.subscribe_weights(model, ticket)       # doctest: +SKIP
@@ -64,8 +78,8 @@ def subscribe_weights(
     if isinstance(member, bool) or not isinstance(member, int) or member < 0:
         raise TicketError(f"member is {member!r}; it is a rank within the group, from 0")
     decoded = Ticket.decode(ticket)
-    sink = _sink_of(target)
-    needs = sink.needs()
+    sink = _sink_of(target, loader)
+    needs = None if isinstance(sink, LoaderSink) else sink.needs()
     client = ControlClient(decoded, timeout)
     readers: Readers | None = None
     try:
@@ -78,10 +92,13 @@ def subscribe_weights(
             published = m.manifest_of(welcome)
             if published.digest() != welcome.manifest_digest:
                 raise ProtocolError("the two ends read different manifests")
+            if isinstance(sink, LoaderSink):
+                sink.learn(published)
+            needs = sink.needs() if needs is None else needs
             check_exact(published, needs, partial=isinstance(sink, RegionSink))
             kept = needs_of(sink, needs, published)
             plan = plan_transfer(published, kept)
-            readers = _connect(welcome, plan)
+            readers = connect(welcome, plan)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
@@ -97,17 +114,25 @@ def subscribe_weights(
     return WeightSubscriber(client, welcome, placement)
 
 
-def _sink_of(target: Any) -> WeightSink:
-    sink = target if isinstance(target, WeightSink) else hooks.weight_sink(target)
+def _sink_of(target: Any, loader: Callable[..., Any] | None) -> WeightSink:
+    if loader is not None and not callable(loader):
+        raise WeightTransferError(f"loader is {loader!r:.200}; it is a function, or None")
+    given = isinstance(target, WeightSink)
+    sink = target if given else hooks.weight_sink(target, loader=loader)
     if sink is None:
         raise NoBackendError(
             f"no installed plugin places weights into a {type(target).__module__}."
             f"{type(target).__qualname__}; for an nn.Module: pip install parallelkit-torch"
         )
+    if loader is not None and (given or not isinstance(sink, LoaderSink)):
+        raise UnsupportedFeatureError(
+            f"weights cannot be placed into a {type(target).__qualname__} by a loader; leave out "
+            "loader=, or give an nn.Module"
+        )
     return sink
 
 
-def _connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
+def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
     """Open a transport to every rank of the publisher that this member gets bytes from."""
     sources = {source.rank: source for source in welcome.sources}
     missing = [rank for rank in plan.ranks if rank not in sources]

@@ -13,11 +13,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
-from parallelkit.errors import NeedsError, ProtocolError, TicketError, TransportError
+from parallelkit.errors import NeedsError, ProtocolError, TransportError
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import Desk, Inbox, Lost, Received
@@ -28,6 +28,9 @@ from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.ticket import IssuedTicket, TicketOffice
 
 Answers = list[tuple[bytes, Any]]
+
+#: Answers of one member that are kept in one update; it needs three.
+MAX_ANSWERS: Final = 16
 
 
 @attrs.define(eq=False)
@@ -105,6 +108,7 @@ class Members(Desk):
         self._all: list[Member] = []
         self._told: set[Member] = set()
         self._kept: Kept | None = None
+        self._heard: dict[bytes, int] | None = None  # answers to the update under way, by route
 
     def everyone(self) -> list[Member]:
         """All members that ever joined, by time of joining."""
@@ -139,7 +143,7 @@ class Members(Desk):
             ]
             if new:
                 self._told.update(gone)
-            lines = [f"{x.name}: {x.state}, {x.reason.splitlines()[0][:200]}" for x in gone]
+            lines = [f"{x.name}: {x.state}, {_first_line(x.reason)}" for x in gone]
             present: dict[IssuedTicket, int] = {}
             for x in self._all:
                 if x.present:
@@ -206,7 +210,26 @@ class Members(Desk):
             member.state, member.reason = state, reason
             if version is not None:
                 member.version = version
+            if not member.present:
+                member.catching, member.decided = None, False
             self.changed.notify_all()
+
+    def settle(self, member: Member, state: str, reason: str, version: int | None) -> None:
+        """As `mark`, unless the member has gone meanwhile: that it is gone stays true."""
+        with self.changed:
+            if member.present:
+                self.mark(member, state, reason, version)
+
+    def listen(self) -> None:
+        """An update begins: from now on answers are kept for it."""
+        with self.changed:
+            self._heard = {}
+            self.inbox.clear()
+
+    def ignore(self) -> None:
+        """No update is under way: answers are late, and are dropped."""
+        with self.changed:
+            self._heard = None
 
     def receive(self, route: bytes, message: m.ToPublisher) -> Answers:
         """Admit, or pass on to the update under way; called by the control thread."""
@@ -219,9 +242,9 @@ class Members(Desk):
             if member is None:
                 raise ProtocolError("no hello came first on this connection")
             if isinstance(message, m.Refused):
-                member.state, member.reason = "refused", message.message
-                member.ticket.joined.discard(member.member)  # it may try again
-                self.changed.notify_all()
+                if member.state != "opening":  # its ticket may be in other hands by now
+                    raise ProtocolError(f"refused in state {member.state}")
+                self._refuse(member, message.message)
                 return []
             if not secrets.compare_digest(message.session, member.session):
                 raise ProtocolError("a message with another member's session key")
@@ -236,8 +259,13 @@ class Members(Desk):
                 return []
             if member.catching is not None and member.catching.mine(message):
                 return self._catching(member, member.catching, message)
-        self.inbox.put(Received(route, message))
-        return []
+            if self._heard is None:
+                return []
+            self._heard[route] = self._heard.get(route, 0) + 1
+            if self._heard[route] > MAX_ANSWERS:
+                raise ProtocolError(f"more than {MAX_ANSWERS} answers to one update")
+            self.inbox.put(Received(route, message))
+            return []
 
     def known(self, route: bytes) -> bool:
         """Whether a hello with a good ticket came from there."""
@@ -255,8 +283,7 @@ class Members(Desk):
                 member.state, member.reason = "lost", "its connection ended"
                 self.inbox.put(Lost(route))
             elif member.state == "opening":
-                member.state, member.reason = "refused", "it went away while joining"
-                member.ticket.joined.discard(member.member)
+                self._refuse(member, "it went away while joining")
             self.changed.notify_all()
 
     def _welcome(self, route: bytes, hello: m.Hello) -> Answers:
@@ -269,9 +296,13 @@ class Members(Desk):
         identity = m.identity_of(hello)
         try:
             sources = self._sources(identity)
-        except TransportError as error:
-            raise TicketError(f"no transport reaches the subscriber: {error}") from error
-        name = f"{ticket.label}.{hello.member} (pid {hello.pid} on {hello.host})"
+        except BaseException as error:
+            ticket.joined.discard(hello.member)  # it did not join
+            if isinstance(error, TransportError):
+                raise TransportError(f"no transport reaches the subscriber: {error}") from error
+            raise
+        host = hello.host if hello.host.isprintable() else ascii(hello.host)
+        name = f"{ticket.label}.{hello.member} (pid {hello.pid} on {host})"
         member = Member(name, ticket, hello.member, route, secrets.token_bytes(16), identity)
         member.transport = "+".join(sorted({source.transport for source in sources}))
         self._by_route[route] = member
@@ -295,18 +326,26 @@ class Members(Desk):
             )
         ]
 
+    def _refuse(self, member: Member, reason: str) -> None:
+        """It does not join; its place on the ticket is free again."""
+        member.state, member.reason = "refused", reason
+        member.ticket.joined.discard(member.member)
+        self.changed.notify_all()
+
     def _open(self, member: Member, message: m.Opened) -> Answers:
         if member.state != "opening":
             raise ProtocolError(f"opened in state {member.state}")
         try:
             member.needs = self._needs(message.kept)
+            plan = plan_transfer(self._manifest, member.needs)
         except NeedsError as error:
-            member.state, member.reason = "refused", str(error)
-            raise ProtocolError(f"what the target keeps is refused: {error}") from error
-        plan = plan_transfer(self._manifest, member.needs)
+            text = f"what the target keeps is refused: {error}"
+            self._refuse(member, text)
+            raise ProtocolError(text) from error
         if not secrets.compare_digest(message.plan_digest, plan.digest):
-            member.state = "refused"
-            raise ProtocolError("the two ends computed different transfer plans")
+            text = "the two ends computed different transfer plans"
+            self._refuse(member, text)
+            raise ProtocolError(text)
         member.state = "joined"
         self.changed.notify_all()
         return [(member.route, m.Joined(version=self._version())), *self._catch_up(member)]
@@ -337,3 +376,7 @@ class Members(Desk):
         if kept is None:
             return Needs.whole(self._manifest)
         return Needs.from_wire(self._manifest, kept.regions, kept.which)
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")[:200]

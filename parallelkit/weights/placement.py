@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
 
 from parallelkit.errors import CorruptionError, ProtocolError, TransportError
-from parallelkit.protocols import WeightSink
+from parallelkit.protocols import LoaderSink, WeightSink
 from parallelkit.weights.buckets import (
     Load,
     Table,
@@ -58,6 +58,13 @@ class Fetch:
     deadline: float
 
 
+class Received(NamedTuple):
+    """A version's bytes: how each tensor is copied from them, and where they lie."""
+
+    moves: list[Moves]
+    memory: Callable[[Move], Bytes]
+
+
 class Placement:
     """Fetches, hashes and places one version. Not safe to call from several threads."""
 
@@ -76,6 +83,7 @@ class Placement:
         self.repeated = 0
         self.staged_version = 0
         self._sink = sink
+        self._loading = sink if isinstance(sink, LoaderSink) else None
         self._verify = verify
         self._run_id = run_id
         self._order = match(self.plan.manifest, needs)
@@ -83,7 +91,9 @@ class Placement:
         self._starts, self._room = laid_out(self._sizes)
         self._spare: Bytes | None = None
         self._staging: Bytes | None = None
-        self._source: tuple[list[Moves], Callable[[Move], Bytes]] | None = None
+        self._source: Received | None = None
+        self._live: Received | None = None  # what was placed last
+        self._fetched = self._placed = b""  # digests: as fetched last, and of what is placed next
         self._tables: dict[int, Table] = {}
         self._moves: list[Moves] | None = None
         self._moves_staged: list[Moves] | None = None
@@ -93,16 +103,26 @@ class Placement:
         """What the user works with."""
         return self._sink.module
 
+    def explain(self) -> str:
+        """Say how tensors reach the target."""
+        if self._loading is not None:
+            return self._loading.explain()
+        kept = sum(1 for _ in self._kept())
+        return f"{kept} tensors, each placed under its own name"
+
     def check(self) -> None:
         """Raise if the target is not what it was when it joined; nothing is written."""
         self._sink.check()
 
     def allocate_staging(self, versions: int = 2) -> None:
         """Make room of our own for one version, or for two as `serve` needs it."""
-        if self._spare is None:
-            self._spare = np.zeros(self._room, np.uint8)
-        if self._staging is None and versions == 2:
-            self._staging = np.zeros(self._room, np.uint8)
+        spare, staging = self._spare, self._staging
+        if spare is None:
+            spare = np.zeros(self._room, np.uint8)
+        if staging is None and versions == 2:
+            staging = np.zeros(self._room, np.uint8)
+        # All or none: after a MemoryError for the second, a later call starts over.
+        self._spare, self._staging = spare, staging
 
     def fetch(self, fetch: Fetch, workers: Workers, *, staged: bool) -> bytes:
         """Hash the bytes, where they lie or as received; returns the digests' wire form.
@@ -112,29 +132,33 @@ class Placement:
         wanted = self._wanted(fetch.version)
         if self.readers.mapped and not staged:
             arenas = {rank: self.readers.arena(rank, fetch.slot) for rank in self.readers.by_rank}
-            self._source = (self._moves_direct(), lambda move: arenas[move.rank or 0])
-            return self._hashed(arenas, workers, wanted)
-        self._fill(fetch, workers)
-        assert self._spare is not None
-        spare = self._spare
-        self._source = (self._moves_from_staging(), lambda move: spare)
-        return to_wire(hash_table(spare, self._table_staged(), workers, wanted), wanted)
+            self._source = Received(self._moves_direct(), lambda move: arenas[move.rank or 0])
+            self._fetched = self._hashed(arenas, workers, wanted)
+        else:
+            self._fill(fetch, workers)
+            assert self._spare is not None
+            self._source = self._received_in(self._spare)
+            digests = hash_table(self._spare, self._table_staged(), workers, wanted)
+            self._fetched = to_wire(digests, wanted)
+        if not staged:
+            self._placed = self._fetched
+        return self._fetched
 
     def keep_staged(self, version: int) -> None:
         """The spare holds `version` now; what was staged before becomes the spare."""
         self._spare, self._staging = self._staging, self._spare
+        self._placed = self._fetched
         self.staged_version = version
 
     def place(self, workers: Workers) -> None:
         """Copy the fetched bytes into live memory."""
         assert self._source is not None
-        self._copy(*self._source, workers)
+        self._copy(self._source, workers)
 
     def place_staged(self, workers: Workers) -> None:
         """Copy the staged version into live memory."""
         assert self._staging is not None
-        staging = self._staging
-        self._copy(self._moves_from_staging(), lambda move: staging, workers)
+        self._copy(self._received_in(self._staging), workers)
 
     def fetch_verified(self, fetch: Fetch, expected: bytes, workers: Workers) -> None:
         """Bring a decided version into memory of our own; see `place_fetched`."""
@@ -143,6 +167,7 @@ class Placement:
         spare = self._spare
         slices = {t: spare[s : s + n] for t, s, n in self._kept()}
         self._verified(fetch, slices, self._expected(fetch.version, expected), workers)
+        self._fetched = expected
 
     def place_fetched(self, fetch: Fetch, expected: bytes, workers: Workers) -> None:
         """Fetch a decided version straight into live memory, and compare its digests.
@@ -171,9 +196,16 @@ class Placement:
         for tensor in indirect:
             self._sink.write(self._order[tensor], memories[tensor].data)
         self._sink.finish()
+        self._placed, self._live = expected, None
+        if self._verify == "readback" and self._loading is not None:
+            self._live = _alone({t: memories[t] for t in indirect})
 
     def readback(self, version: int, workers: Workers) -> bytes:
-        """Hash live memory, in the publisher's order; returns the digests' wire form."""
+        """Hash live memory, in the publisher's order; returns the digests' wire form.
+
+        Raises:
+            CorruptionError: they are not those of the version that was placed.
+        """
         wanted = self._wanted(version)
         loads = [
             Load(tuple((p.tensor, p.target, 0) for p in bucket.pieces), bucket.nbytes)
@@ -181,13 +213,22 @@ class Placement:
         ]
 
         def live(tensor: int) -> Bytes:
-            return as_bytes(self._sink.host_bytes(self._order[tensor]))
+            index = self._order[tensor]
+            if self._loading is not None and not self._loading.readable(index):
+                return self._as_received(tensor)  # a loader changed it on its way
+            return as_bytes(self._sink.host_bytes(index))
 
-        return to_wire(pass_over(live, loads, None, workers, wanted), wanted)
+        found = pass_over(live, loads, None, workers, wanted)
+        expected, now = self._expected(version, self._placed), found.tolist()
+        bad = [i for i, digest in expected.items() if digest != now[i]]
+        if bad:
+            names, text = self._names(bad)
+            raise CorruptionError(f"live memory differs after placement, in {text}", tensors=names)
+        return to_wire(found, wanted)
 
     def release(self) -> None:
         """Let go of every view of the arenas."""
-        self._source = self._spare = self._staging = None
+        self._source = self._live = self._spare = self._staging = None
 
     # --- fetching
 
@@ -243,12 +284,9 @@ class Placement:
         self._bring(fetch, [self.plan.buckets[i] for i in bad], memories, workers)
         bad = self._differing(memories, {i: expected[i] for i in bad}, workers)
         if bad:
-            found = (n for i in bad[:64] for n in self.plan.names_in(self.plan.buckets[i]))
-            names = sorted(set(found))
-            more = " ..." if len(names) > 6 else ""
+            names, text = self._names(bad)
             raise CorruptionError(
-                f"{len(bad)} of {len(self.plan.buckets)} buckets came changed twice, in "
-                f"{', '.join(names[:6])}{more}",
+                f"{len(bad)} of {len(self.plan.buckets)} buckets came changed twice, in {text}",
                 tensors=names,
             )
 
@@ -296,8 +334,10 @@ class Placement:
 
     # --- placing
 
-    def _copy(self, moves: list[Moves], memory: Callable[[Move], Bytes], workers: Workers) -> None:
+    def _copy(self, received: Received, workers: Workers) -> None:
         """Copy moves into the sink's live memory, or hand it what it writes itself."""
+        moves, memory = received
+        self._live = received
         pairs: list[tuple[Bytes, Bytes]] = []
         strided: list[tuple[Bytes, Move]] = []
         self._sink.begin()
@@ -321,6 +361,21 @@ class Placement:
 
         workers.map(one, len(strided), sum(move.source.nbytes for _, move in strided))
         self._sink.finish()
+
+    def _received_in(self, memory: Bytes) -> Received:
+        return Received(self._moves_from_staging(), lambda move: memory)
+
+    def _as_received(self, tensor: int) -> Bytes:
+        """The bytes that were placed last, as they came."""
+        assert self._live is not None
+        (moves,) = (moves for moves in self._live.moves if moves.tensor == tensor)
+        return gathered(moves.parts, moves.nbytes, self._live.memory)
+
+    def _names(self, bad: Sequence[int]) -> tuple[list[str], str]:
+        """Names of the tensors in some buckets, and some of them for people."""
+        found = {n for i in bad[:64] for n in self.plan.names_in(self.plan.buckets[i])}
+        names = sorted(found)
+        return names, ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
 
     def _kept(self) -> Iterator[tuple[int, int, int]]:
         """Tensor, where it begins in staging memory, and bytes, of all of which any are kept."""
@@ -350,6 +405,13 @@ class Placement:
                 for bucket in self.plan.buckets
             ]
         return self._tables[-1]
+
+
+def _alone(memories: dict[int, Bytes]) -> Received:
+    """Tensors each in a memory of its own, in which the rank of a move is the tensor's number."""
+    whole = {t: Span(0, data.nbytes) for t, data in memories.items()}
+    moves = [Moves(t, span.run, [Move(t, span, span)]) for t, span in whole.items()]
+    return Received(moves, lambda move: memories[move.rank or 0])
 
 
 def _writable(target: memoryview, size: int) -> Bytes:

@@ -86,9 +86,10 @@ class WeightPublisher:
         Raises:
             StateError: on another rank, or after close.
         """
-        office = self._here("ticket").office
-        if not self._tickets or not office.usable(self._tickets[-1][1]):
-            self._tickets.append(self._here("ticket").new_ticket(1, TICKET_SECONDS, None))
+        coordinator = self._here("ticket")
+        coordinator.server.check()
+        if not self._tickets or not coordinator.office.usable(self._tickets[-1][1]):
+            self._tickets.append(coordinator.new_ticket(1, TICKET_SECONDS, None))
         return self._tickets[-1][0]
 
     def new_ticket(

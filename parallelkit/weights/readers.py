@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from parallelkit.errors import ProtocolError, TransportError
+from parallelkit.errors import EpochError, ProtocolError, TransportError
 from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights.buckets import Workers, as_bytes, copy_all, copy_span, shifted
 from parallelkit.weights.exports import ALIGNMENT
@@ -95,11 +95,11 @@ class Readers:
         return as_bytes(memory)[slot * size : (slot + 1) * size]
 
     def check_epoch(self, epoch: int, version: int, deadline: float) -> None:
-        """Raise `TransportError` unless every rank is at this epoch still."""
+        """Raise `EpochError` unless every rank is at this epoch still."""
         for rank, transport in self._transports.items():
             now = transport.epoch(deadline=deadline)
             if now != epoch:
-                raise TransportError(
+                raise EpochError(
                     f"the publisher went on without this subscriber (epoch {now} of its rank "
                     f"{rank} instead of {epoch}): it came too late for version {version}"
                 )
@@ -145,7 +145,7 @@ class Readers:
         """Bring some buckets into the memory of what is kept of each tensor.
 
         Raises:
-            TransportError: the publisher is at another epoch.
+            EpochError: the publisher is at another epoch.
             PeerLostError, UpdateTimeoutError: a rank is gone or too slow.
         """
         by_rank: dict[int, list[Piece]] = {}

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from parallelkit.errors import ProtocolError, TransportError
+from parallelkit.errors import EpochError, ProtocolError, TransportError
 from parallelkit.specs import TransportCandidate, TransportRequest
 from parallelkit.weights.buckets import as_bytes
 from parallelkit.weights.passes import PASS_BYTES, Passes
@@ -184,7 +184,7 @@ class ShmSubscriber:
 
     def _check_epoch(self, epoch: int) -> None:
         if self._segment.epoch != epoch:
-            raise TransportError(
+            raise EpochError(
                 f"the publisher is at epoch {self._segment.epoch}, and these bytes were of epoch "
                 f"{epoch}: it went on"
             )

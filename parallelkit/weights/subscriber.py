@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from parallelkit.errors import (
+    EpochError,
     PeerLostError,
     ProtocolError,
     QuarantinedError,
     StateError,
-    TransportError,
     UpdateAbortedError,
     UpdateTimeoutError,
     WeightTransferError,
@@ -173,6 +173,10 @@ class WeightSubscriber:
             finally:
                 self._using -= 1
 
+    def explain(self) -> str:
+        """Say how published tensors reach the target; with a loader, which need it and why."""
+        return self._placement.explain()
+
     def close(self) -> None:
         """Leave. The target keeps its weights. Harmless when repeated.
 
@@ -192,6 +196,8 @@ class WeightSubscriber:
             self._released = True
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
+            with self._staged:
+                self._staged.notify_all()  # a step that waits for the thread, elsewhere
         self._talk.leave()
         self._client.close()
         self._placement.release()
@@ -263,9 +269,10 @@ class WeightSubscriber:
             if not self._in_place:
                 digests = self._placement.fetch(update.fetch(), self._workers, staged=staged)
             self._check_epoch(update)
-        except TransportError:
+        except EpochError as late:  # the publisher advances it first, and then says why
             self._talk.hear_why(update, self._version)
-            raise
+            self._talk.failed(update, "transfer", late)
+            raise UpdateAbortedError(f"{late}; version {self._version} stays") from late
         return digests
 
     def _quarantine(self, update: Round, error: BaseException, *, decided: bool) -> None:
@@ -331,6 +338,8 @@ class WeightSubscriber:
             before, self._torn = self._torn, f"version {version} is half in place"
             try:
                 self._placement.place_staged(self._workers)
+                if self._verify == "readback":
+                    self._placement.readback(version, self._workers)
             except WrongThreadError:  # the sink refused before a byte was written
                 self._torn = before
                 raise
@@ -348,6 +357,8 @@ class WeightSubscriber:
                     if not isinstance(error, PeerLostError):  # that one is for good
                         self._error = None
                     raise error
+                if self._closed:
+                    raise StateError("close() while this call was waiting")
                 if seconds == 0:
                     return self._version
                 left = deadline - time.monotonic()

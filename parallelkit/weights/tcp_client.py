@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 
 from parallelkit.errors import (
+    EpochError,
     ProtocolError,
     StateError,
     TransportError,
@@ -109,7 +110,7 @@ class TcpSubscriber:
         Raises:
             ProtocolError: a span reaches outside of the arena, or an array does not fit; nothing
                 was sent. Or the publisher sent something that is no reply.
-            TransportError: the epoch is another one: what arrived is void.
+            EpochError: the epoch is another one: what arrived is void.
             PeerLostError: the publisher is gone.
             UpdateTimeoutError: not all arrived by the deadline.
         """
@@ -274,7 +275,7 @@ class TcpSubscriber:
 
     def _same_epoch(self, found: int, expected: int) -> None:
         if found != expected:
-            raise TransportError(
+            raise EpochError(
                 f"{self.peer} is at epoch {found}, not {expected}: what was pulled is void"
             )
 

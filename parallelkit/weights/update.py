@@ -72,7 +72,7 @@ class Update:
 
     def begin(self) -> None:
         """Tell every member; does not wait."""
-        self.table.inbox.clear()
+        self.table.listen()
         self._tell(
             m.Begin(version=self.version, epoch=self.epoch, slot=self.slot, timeout=self.timeout)
         )
@@ -133,13 +133,12 @@ class Update:
         def settle(member: Member, state: Any, reason: str, answer: m.Committed | None) -> None:
             del waiting[member.route]
             good = state in ("committed", "staged")
-            if member.state != "lost" and member.state != "left":
-                self.table.mark(
-                    member,
-                    "joined" if good else "quarantined",
-                    reason,
-                    self.version if good else None,
-                )
+            self.table.settle(
+                member,
+                "joined" if good else "quarantined",
+                reason,
+                self.version if good else None,
+            )
             reports[member.route] = MemberReport(
                 name=member.name,
                 state=state,

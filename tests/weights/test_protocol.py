@@ -336,7 +336,22 @@ def test_readback_finds_what_placing_broke(bench):
     bad = bench.follow(model=Careless(sample_model().arrays))
     with pytest.raises(PartialCommitError, match="live memory differs after placement, in body"):
         bench.update()
-    assert bad.error is None
+    assert isinstance(bad.error, QuarantinedError)
+    assert bad.subscriber.state == "quarantined", "it knows, and serves nothing"
+    with pytest.raises(QuarantinedError), bad.subscriber.use():
+        pass
+
+
+def test_readback_is_for_what_was_staged_too(bench):
+    publisher = bench.publish(verify="readback")
+    bad = bench.follow(model=Careless(sample_model().arrays))
+    bad.subscriber.serve()
+    assert publisher.update().members[0].state == "staged"
+    for _ in range(2):
+        with pytest.raises(QuarantinedError, match="live memory differs"), bad.subscriber.use():
+            pass
+    assert bad.subscriber.state == "quarantined"
+    assert bad.subscriber.version == 0
 
 
 def test_a_wrong_number_of_digests_is_an_abort(bench, monkeypatch):

@@ -7,7 +7,7 @@ import socket
 import attrs
 import pytest
 
-from parallelkit.errors import TicketError, TransportError
+from parallelkit.errors import TransportError
 from parallelkit.specs import HostIdentity
 from parallelkit.testing.peer import sample_model, values
 from parallelkit.weights import joining, passes, subscribe_weights
@@ -147,7 +147,7 @@ def test_a_member_elsewhere_is_refused_where_only_memory_is_shared(bench, monkey
     publisher = bench.publish()
     elsewhere = attrs.evolve(host_identity(), boot_id="another machine")
     monkeypatch.setattr(joining, "host_identity", lambda: elsewhere)
-    with pytest.raises(TicketError, match="shm: the two ends are on different hosts"):
+    with pytest.raises(TransportError, match="shm: the two ends are on different hosts"):
         subscribe_weights(sample_model(), publisher.ticket, timeout=5.0)
 
 

@@ -277,7 +277,7 @@ def test_a_byte_that_arrives_changed_calls_the_update_off(side: str) -> None:
 
         def spoil(phase: str) -> None:
             if phase == "stage":
-                coordinator._arena[publisher.plan.offsets[0]] ^= 1
+                coordinator.exporter.arena.bytes[0] ^= 1
                 coordinator._phase_hook = lambda phase: None
 
         coordinator._phase_hook = spoil

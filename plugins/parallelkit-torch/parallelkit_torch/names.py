@@ -39,11 +39,13 @@ class Slot(NamedTuple):
         name: such as `layers.0.weight`.
         holder: the dict, `_parameters` or `_buffers`, of the module that owns it.
         key: its key in `holder`.
+        transient: a buffer that is not in the `state_dict`.
     """
 
     name: str
     holder: dict[str, torch.Tensor | None]
     key: str
+    transient: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -81,15 +83,17 @@ def uncompiled(target: Any) -> Any:
     return getattr(target, "_torchdynamo_orig_callable", target)
 
 
-def slots(module: nn.Module) -> list[Slot]:
+def slots(module: nn.Module, *, transient: bool = False) -> list[Slot]:
     """List every parameter and persistent buffer, in the order of the plain `state_dict`.
+
+    With `transient` the other buffers too, each beside those of its module.
 
     A tensor under two names is listed twice: which names are one tensor is the caller's business.
     """
     found: list[Slot] = []
     wrappers = _known_wrappers()
     _walk(_unwrap(module, wrappers), "", wrappers, found)
-    return found
+    return found if transient else [slot for slot in found if not slot.transient]
 
 
 def plain_names(module: nn.Module) -> list[str]:
@@ -120,8 +124,8 @@ def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]
         if parameter is not None:
             found.append(Slot(prefix + key, parameters, key))
     for key, buffer in list(module._buffers.items()):
-        if buffer is not None and key not in transient:
-            found.append(Slot(prefix + key, module._buffers, key))
+        if buffer is not None:
+            found.append(Slot(prefix + key, module._buffers, key, key in transient))
     for key, child in list(module._modules.items()):
         if child is not None:
             _walk(_unwrap(child, wrappers), f"{prefix}{key}.", wrappers, found)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,9 +151,13 @@ def parallelkit_weight_source(model: Any) -> WeightSource | None:
 
 
 @hookimpl
-def parallelkit_weight_sink(target: Any) -> WeightSink | None:
+def parallelkit_weight_sink(target: Any, loader: Callable[..., Any] | None) -> WeightSink | None:
     if not _is_module(target):
         return None
+    if loader is not None:
+        from parallelkit_torch.placement import LoadedModule
+
+        return LoadedModule(target, loader)
     from parallelkit_torch.sharded_target import weight_sink
 
     return weight_sink(target)

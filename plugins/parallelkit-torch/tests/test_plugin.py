@@ -30,7 +30,7 @@ from parallelkit.plugin import ProbeRequest, LaunchSpec
 found = plugin.parallelkit_probe(ProbeRequest())
 plugin.parallelkit_launch(LaunchSpec(framework="torch", ranks=2, script="s.py"))
 assert plugin.parallelkit_weight_source(object()) is None
-assert plugin.parallelkit_weight_sink(3) is None
+assert plugin.parallelkit_weight_sink(3, None) is None
 print(json.dumps([found.score, found.devices, "torch" in sys.modules, "numpy" in sys.modules]))
 """
     out = subprocess.run(
@@ -87,7 +87,7 @@ def test_other_frameworks_are_not_ours() -> None:
 
 def test_modules_have_sources_and_sinks() -> None:
     assert plugin.parallelkit_weight_source(nn.Linear(1, 1)) is not None
-    assert plugin.parallelkit_weight_sink(nn.Linear(1, 1)) is not None
+    assert plugin.parallelkit_weight_sink(nn.Linear(1, 1), None) is not None
 
 
 def test_diagnostics() -> None:
