@@ -197,8 +197,10 @@ class Placement:
             self._sink.write(self._order[tensor], memories[tensor].data)
         self._sink.finish()
         self._placed, self._live = expected, None
-        if self._verify == "readback" and self._loading is not None:
-            self._live = _alone({t: memories[t] for t in indirect})
+        loading = self._loading
+        if self._verify == "readback" and loading is not None:
+            unread = [t for t in memories if not loading.readable(self._order[t])]
+            self._live = _alone({t: memories[t] for t in unread})
 
     def readback(self, version: int, workers: Workers) -> bytes:
         """Hash live memory, in the publisher's order; returns the digests' wire form.
@@ -212,10 +214,14 @@ class Placement:
             for bucket in self.plan.buckets
         ]
 
+        loading, placed = self._loading, self._live
+        received = {} if placed is None or loading is None else {x.tensor: x for x in placed.moves}
+
         def live(tensor: int) -> Bytes:
             index = self._order[tensor]
-            if self._loading is not None and not self._loading.readable(index):
-                return self._as_received(tensor)  # a loader changed it on its way
+            if loading is not None and placed is not None and not loading.readable(index):
+                _, nbytes, parts = received[tensor]  # as it came: a loader changed it on its way
+                return gathered(parts, nbytes, placed.memory)
             return as_bytes(self._sink.host_bytes(index))
 
         found = pass_over(live, loads, None, workers, wanted)
@@ -364,12 +370,6 @@ class Placement:
 
     def _received_in(self, memory: Bytes) -> Received:
         return Received(self._moves_from_staging(), lambda move: memory)
-
-    def _as_received(self, tensor: int) -> Bytes:
-        """The bytes that were placed last, as they came."""
-        assert self._live is not None
-        (moves,) = (moves for moves in self._live.moves if moves.tensor == tensor)
-        return gathered(moves.parts, moves.nbytes, self._live.memory)
 
     def _names(self, bad: Sequence[int]) -> tuple[list[str], str]:
         """Names of the tensors in some buckets, and some of them for people."""

@@ -9,6 +9,7 @@ import pytest
 
 from parallelkit.errors import (
     PartialCommitError,
+    PeerLostError,
     QuarantinedError,
     StateError,
     UpdateAbortedError,
@@ -156,9 +157,31 @@ def test_what_live_memory_lost_is_found_by_readback(bench):
             self.arrays["body"][3] += 1
 
     late = bench.follow(model=Careless(sample_model().arrays))
-    late.subscriber.step(SECONDS)
+    with pytest.raises(QuarantinedError, match="live memory differs after placement, in body"):
+        late.subscriber.step(SECONDS)
     until(lambda: publisher.members[0].state == "quarantined")
     assert "live memory differs after placement, in body" in publisher.members[0].reason
+
+
+@pytest.mark.parametrize("phase", ["begin", "commit"])
+def test_one_that_is_let_go_meanwhile_is_not_called_back_nor_waited_for(bench, phase):
+    publisher = bench.publish(keep_last=True, timeout=30.0)
+    publisher.update()
+    late = bench.follow()
+
+    def here(name):
+        if name == phase:
+            publisher.drop(late.subscriber.name)
+
+    late.subscriber._phase = here
+    late.step()
+    error = late.done()
+    if phase == "begin":
+        assert isinstance(error, PeerLostError)
+    started = time.monotonic()
+    publisher.update()
+    assert time.monotonic() - started < 20.0, "it waited for who is gone"
+    assert publisher.members[0].state == "lost"
 
 
 @pytest.mark.parametrize("phase", ["begin", "transfer", "prepared"])

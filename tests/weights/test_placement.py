@@ -1,14 +1,17 @@
-"""The subscriber's half of moving bytes, where memory runs out."""
+"""The subscriber's half of moving bytes: where memory runs out, and by a loader."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from parallelkit.testing.arrays import Arrays
 from parallelkit.testing.peer import sample_model
 from parallelkit.testing.scripted import Memory
-from parallelkit.weights import placement
+from parallelkit.weights import placement, subscribe_weights
 from parallelkit.weights.placement import Placement
+
+SECONDS = 10.0
 
 
 def test_staging_memory_is_had_whole_or_not_at_all(monkeypatch):
@@ -37,3 +40,52 @@ def test_staging_memory_is_had_whole_or_not_at_all(monkeypatch):
     subject.allocate_staging()
     assert subject._spare is not None
     assert subject._staging is not None
+
+
+class Loading(Arrays):
+    """A target by a loader that keeps some tensors in a form that cannot be read back."""
+
+    unread = (1,)
+
+    def learn(self, published):
+        assert [t.name for t in published.unique] == list(self.arrays)
+
+    def readable(self, index):
+        return index not in self.unread
+
+    def explain(self):
+        return "by hand"
+
+    def destination(self, index):
+        return super().destination(index) if self.readable(index) else None
+
+    def host_bytes(self, index):
+        assert self.readable(index)
+        return super().host_bytes(index)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+@pytest.mark.parametrize("serve", [False, True])
+def test_what_a_loader_changed_counts_as_received(job, spread, transport, commit, serve):
+    run = job(spread(), verify="readback", transport=transport, commit=commit)
+    arrays = {
+        t.name: np.zeros_like(v) for t, v in zip(run.manifest.unique, run.values, strict=True)
+    }
+    target = Loading(arrays)
+    with subscribe_weights(target, run.lead.new_ticket(), timeout=SECONDS) as member:
+        assert member.explain() == "by hand"
+        if serve:
+            member.serve()
+        else:
+            run.members.append((member, target, None))
+        for version in (1, 2):
+            run.change(version)
+            results, errors = run.update()
+            assert not errors
+            assert results[0].members[0].state == ("staged" if serve else "committed")
+            if serve:
+                assert member.step(SECONDS) == version
+            for array, value in zip(arrays.values(), run.values, strict=True):
+                np.testing.assert_array_equal(array, value)
+        run.members.clear()

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from parallelkit.errors import (
+    EpochError,
     PeerLostError,
     ProtocolError,
     TransportError,
@@ -215,7 +216,7 @@ class TransportSuite:
         arena = ends.open()
         end = ends.join()
         ends.publisher.bump()
-        with pytest.raises(TransportError, match="epoch"):
+        with pytest.raises(EpochError, match="epoch"):
             pulled(end, Span(0, 10), epoch=epoch)
         assert pulled(end, Span(0, 10), epoch=1) == [arena[:10].tobytes()]
 
@@ -239,7 +240,7 @@ class TransportSuite:
         try:
             for _ in range(rounds):
                 epoch = complete[0]
-                with contextlib.suppress(TransportError):
+                with contextlib.suppress(EpochError):
                     end.pull([Span(0, nbytes)], [target], epoch=epoch, deadline=soon())
                     assert (target == epoch % 251).all()
         finally:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,34 @@ def test_an_engine_follows_a_trainer_of_other_names(verify: str, dtype: torch.dt
                     assert dict(state(current)) == dict(state(twin))
             assert "0 by the loader" in follower.explain()
             assert "verified: staged bytes" in follower.explain()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("commit", "transport"), [("in_place", "shm"), ("staged", "tcp"), ("in_place", "tcp")]
+)
+def test_by_every_way_that_bytes_come(commit: str, transport: str, recorded: bool) -> None:
+    model, engine, twin = Tree(checkpoint()), Engine(), Engine()
+
+    def loader(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return engine.load_weights((n, w if recorded else w * 1) for n, w in weights)
+
+    options = {"commit": commit, "transport": transport, "verify": "readback", "keep_last": True}
+    with pk.publish_weights(model, timeout=20, **options) as publisher:
+        change(model, 0)
+        publisher.update()
+        with pk.subscribe_weights(engine, publisher.ticket, loader=loader) as follower:
+            for seed in range(3):
+                if seed:
+                    change(model, seed)
+                    step(publisher, follower)
+                else:  # what was kept from before it came
+                    follower.step(20)
+                with torch.no_grad():
+                    twin.load_weights(model.named_parameters(remove_duplicate=False))
+                with follower.use() as current:
+                    assert dict(state(current)) == dict(state(twin))
+            assert ("goes through aten.mul" in follower.explain()) != recorded
 
 
 @pytest.mark.parametrize("verify", ["digest", "readback"])
