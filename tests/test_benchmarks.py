@@ -34,6 +34,8 @@ ROWS = {
     "mindspore_weights": {"size", "kind", "tensors", "nbytes", "verify", "update ms", "of memcpy"}
     | {"times broadcast", "phases ms"},
     "placement": {"kind", "tensors", "MB", "arm", "ms", "low ms", "high ms", "times loader"},
+    "soak": {"process", "updates", "MB at first", "MB at last", "bytes an update", "error", "rss"}
+    | {"descriptors", "threads", "update ms"},
 }
 
 
