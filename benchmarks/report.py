@@ -190,6 +190,14 @@ def placement_tables(result: Result) -> list[str]:
     return [markdown(columns, result["rows"]), goal_table(result)]
 
 
+def soak_tables(result: Result) -> list[str]:
+    columns = (
+        *("process", "updates", "MB at first", "MB at last", "bytes an update", "error"),
+        *("descriptors", "threads", "update ms", "low ms", "high ms"),
+    )
+    return [markdown(columns, result["rows"]), goal_table(result)]
+
+
 def _named(row: Row) -> Row:
     """A row's phases under names that are no column's: there is a phase `verify`, too."""
     return {f"{name} ms": value for name, value in row["phases ms"].items()}
@@ -211,6 +219,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "transfer_plan": transfer_plan_tables,
     "tcp": tcp_tables,
     "placement": placement_tables,
+    "soak": soak_tables,
 }
 
 

@@ -36,6 +36,8 @@ ROWS = {
     "tcp": {"size", "nbytes", "way", "connections", "ms", "GB/s", "CPU s/GB", "of raw"},
     "transfer_plan": {"case", "tensors", "ranks", "plans", "pieces", "buckets", "s", "low s"},
     "placement": {"kind", "tensors", "MB", "arm", "ms", "low ms", "high ms", "times loader"},
+    "soak": {"process", "updates", "MB at first", "MB at last", "bytes an update", "error", "rss"}
+    | {"descriptors", "threads", "update ms"},
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ def visit(publisher):
         subscriber.serve()
         publisher.update()
         assert subscriber.step(20.0) == publisher.version
+    # An update that begins before it is known to have left would be called off.
+    deadline = time.monotonic() + 20.0
+    while any(x.present for x in publisher.members):
+        assert time.monotonic() < deadline, "it is not known to have left"
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("aliased", [False, True])
