@@ -361,6 +361,8 @@ class Members(Desk):
     def _catching(self, member: Member, kept: Kept, message: m.ToPublisher) -> Answers:
         """Go on with that."""
         assert member.needs is not None
+        if not isinstance(message, m.Failed) and isinstance(message, m.Committed) != member.decided:
+            return []  # out of turn
         step = kept.answer(member.needs, message)
         if step.failure and member.decided:
             member.state, member.reason = "quarantined", step.failure

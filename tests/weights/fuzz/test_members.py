@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +13,13 @@ from parallelkit.errors import ProtocolError, TicketError, TransportError
 from parallelkit.testing.handmade import ANSWERS, TO_PUBLISHER, to_publisher
 from parallelkit.testing.peer import sample_model
 from parallelkit.weights import messages as m
+from parallelkit.weights.exporter import Hashed
+from parallelkit.weights.kept import Kept
 from parallelkit.weights.members import MAX_ANSWERS, Members
+from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.ticket import Ticket, TicketOffice
+from parallelkit.weights.truth import Truth
 
 MANIFEST = sample_model().manifest()
 PLAN = plan_transfer(MANIFEST)
@@ -218,3 +223,27 @@ def test_who_has_gone_is_not_called_back_by_a_late_word():
     desk.members.settle(member, "joined", "", 3)
     assert (member.state, member.version) == ("lost", 0)
     assert desk.members.ready_for_update() == []
+
+
+def test_who_catches_up_is_there_after_the_decision_and_not_before():
+    desk, whole = Reception(), Needs.whole(MANIFEST)
+    digests = np.arange(1, len(PLAN.buckets) + 1, dtype=np.uint64)
+    said = {0: Hashed(digests, PLAN.nbytes, None)}
+    truths = {whole: Truth.of(MANIFEST, whole, said, "digest", bytes(16), 3)}
+    how = {"in_place": False, "readback": False, "timeout": 5.0}
+    desk.members.keep(Kept(version=3, epoch=2, slot=0, truths=truths, **how))
+    desk.join(b"a")
+    (member,) = desk.members.everyone()
+
+    def say(kind):
+        update = {"version": 3, "epoch": 2, "digests": truths[whole].wire}
+        message = to_publisher(kind, session=desk.sessions[b"a"], **update)
+        return [type(answer) for _, answer in desk.receive(b"a", message)]
+
+    assert say("committed") == []
+    assert member.version == 0, "nothing was decided"
+    assert say("ready") == [m.Transfer]
+    assert say("committed") == []
+    assert say("prepared") == [m.Commit]
+    assert say("ready") == say("prepared") == []
+    assert (say("committed"), member.version, member.state) == ([], 3, "joined")
