@@ -9,21 +9,21 @@ from parallelkit.errors import PeerLostError
 from parallelkit.testing.arrays import Arrays
 from parallelkit.testing.handmade import welcome
 from parallelkit.weights import messages as m
+from parallelkit.weights.client import ControlClient
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.subscriber import WeightSubscriber
 
 
-class ScriptedClient:
+class ScriptedClient(ControlClient):
     """A control channel at a subscriber that plays a script; then time passes and nothing comes.
 
     The script has messages, which are received in order, and functions, which are called when it
     is their turn: to change memory, or to raise `PeerLostError`.
     """
 
-    peer = "publisher by the book"
-
     def __init__(self, script: Iterable[m.ToSubscriber | Callable[[], None]]) -> None:
+        self.peer = "publisher by the book"  # no socket is opened
         self.script = list(script)
         self.sent: list[Any] = []
         self.stopped = False
@@ -70,7 +70,7 @@ class ScriptedSubscriber:
         self.memory = Memory(plan.nbytes)
         self.client = ScriptedClient([])
         self.subscriber = WeightSubscriber(
-            self.client,  # type: ignore[arg-type]
+            self.client,
             welcome(plan, verify=verify),
             plan,
             Placement(model, manifest, plan),

@@ -12,7 +12,6 @@ from parallelkit.errors import (
     ProtocolError,
     QuarantinedError,
     StateError,
-    TransportError,
     UpdateAbortedError,
     UpdateTimeoutError,
 )
@@ -60,8 +59,9 @@ class Book:
         error = self._wait("transfer", epoch)
         if error is not None:
             return error
-        if self.arena[1] != epoch:
-            return TransportError
+        if self.arena[1] != epoch:  # called off; the reason may be there already
+            error = self._wait("transfer", epoch)
+            return UpdateAbortedError if error in (None, UpdateTimeoutError) else error
         error = self._wait("commit", epoch)
         if error is not None:
             self.doubt = self.doubt or error is not UpdateAbortedError
