@@ -12,6 +12,7 @@ from parallelkit.testing.arrays import Arrays
 from parallelkit.testing.handmade import welcome
 from parallelkit.weights import messages as m
 from parallelkit.weights.buckets import as_bytes
+from parallelkit.weights.client import ControlClient
 from parallelkit.weights.exports import export
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.placement import Placement
@@ -21,16 +22,15 @@ from parallelkit.weights.regions import Bytes, Span, view
 from parallelkit.weights.subscriber import WeightSubscriber
 
 
-class ScriptedClient:
+class ScriptedClient(ControlClient):
     """A control channel at a subscriber that plays a script; then time passes and nothing comes.
 
     The script has messages, which are received in order, and functions, which are called when it
     is their turn: to change memory, or to raise `PeerLostError`.
     """
 
-    peer = "publisher by the book"
-
     def __init__(self, script: Iterable[m.ToSubscriber | Callable[[], None]]) -> None:
+        self.peer = "publisher by the book"  # no socket is opened
         self.script = list(script)
         self.sent: list[Any] = []
         self.stopped = False
@@ -109,7 +109,7 @@ class ScriptedSubscriber:
         welcomed = welcome(manifest, verify=verify)
         readers = self.memory.readers()
         self.subscriber = WeightSubscriber(
-            self.client,  # type: ignore[arg-type]
+            self.client,
             welcomed,
             Placement(model, manifest, readers, verify, welcomed.run_id),
         )
