@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -34,8 +35,11 @@ ARMS = ("raw", "raw again", "parallelkit", "accelerate", "fabric")
 POINTS = ("imported", "group open", "first step")
 COLUMNS = (
     *("arm", "imported s", "group open s", "first step s", "low s", "high s"),
-    *("ratio", "ratio low", "ratio high", "import of library ms"),
+    *("ratio", "ratio low", "ratio high", "import of library ms", "aborts"),
 )
+#: How a rank ends whose gloo thread wanted Python's lock when Python had gone; see `start`.
+ABORT = -signal.SIGABRT
+
 #: A hundredth, or the interval of raw against itself where that is wider; as in bench_step.
 NOISE = 0.01
 
@@ -81,7 +85,11 @@ def lacking() -> dict[str, str]:
 
 
 def start(arm: str) -> dict[str, float]:
-    """Start the ranks of one arm; returns seconds to each point, of the slower rank."""
+    """Start the ranks of one arm; returns seconds to each point, of the slower rank.
+
+    A rank that has said its seconds and then aborts at its end counts as "aborts": torch's gloo
+    threads do that to scripts now and then.
+    """
     from parallelkit import spawn_ranks
 
     began = time.monotonic()  # the same clock in every process
@@ -89,10 +97,11 @@ def start(arm: str) -> dict[str, float]:
     env = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     results = spawn_ranks(argv, RANKS, timeout=300, env=env)
     for result in results:
-        if result.returncode:
+        if result.returncode and not (result.returncode == ABORT and result.stdout):
             raise SystemExit(f"{arm}: rank {result.rank} failed:\n{result.stderr[-4000:]}")
     points = [json.loads(result.stdout.splitlines()[-1]) for result in results]
-    return {name: max(point[name] for point in points) for name in points[0]}
+    aborts = sum(result.returncode == ABORT for result in results)
+    return {name: max(point[name] for point in points) for name in points[0]} | {"aborts": aborts}
 
 
 def row(arm: str, samples: dict[str, list[dict[str, float]]]) -> Row:
@@ -111,6 +120,7 @@ def row(arm: str, samples: dict[str, list[dict[str, float]]]) -> Row:
         "ratio low": low,
         "ratio high": high,
         "import of library ms": Timing.of(own["library"]).median * 1e3,
+        "aborts": int(sum(own["aborts"])),
         "samples": first.samples,
     }
 
