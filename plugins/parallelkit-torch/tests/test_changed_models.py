@@ -239,9 +239,9 @@ def test_looking_again_is_cheap() -> None:
     for look in (ModuleSource(model).begin, ModuleSink(model).check):
         took = []
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.process_time()
             look()
-            took.append(time.perf_counter() - started)
+            took.append(time.process_time() - started)
         assert min(took) / 1000 < 100e-6  # about 10 µs; room for a busy machine
 
 
