@@ -95,6 +95,7 @@ def start(arm: str) -> dict[str, float]:
     began = time.monotonic()  # the same clock in every process
     argv = [sys.executable, __file__, "--arm", arm, "--began", repr(began)]
     env = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    env["PYTHONDONTWRITEBYTECODE"] = ""  # a checkout compiles once, as what pip installed has been
     results = spawn_ranks(argv, RANKS, timeout=300, env=env)
     for result in results:
         if result.returncode and not (result.returncode == ABORT and result.stdout):

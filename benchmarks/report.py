@@ -115,7 +115,7 @@ def step_tables(result: Result) -> list[str]:
 def start_tables(result: Result) -> list[str]:
     columns = (
         *("arm", "imported s", "group open s", "first step s", "low s", "high s"),
-        *("ratio", "ratio low", "ratio high", "import of library ms"),
+        *("ratio", "ratio low", "ratio high", "import of library ms", "aborts"),
     )
     return [markdown(columns, result["rows"]), goal_table(result), *missing_lines(result)]
 
