@@ -223,7 +223,7 @@ def test_without_shuffle_nothing_of_the_size_of_the_data_is_made() -> None:
         assert shard[10**14] == 2 * 10**14 + 1
     assert shard_indices(10**15 + 1, index=1, count=2)[-1] == 0
     assert "shard of" in repr(shard_indices(10**15 + 1, index=1, count=2))
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 0.1
 
 
 # --- going on in mid-epoch -----------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_port_in_use_is_said_at_once(busy: int) -> None:
     began = time.monotonic()
     with pytest.raises(PortInUseError, match=rf"127\.0\.0\.1:{busy}.*MASTER_PORT"):
         meet(make_spec(0, 2, master_port=busy))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 2
 
 
 def test_rank_zero_missing(tmp_path: Path) -> None:

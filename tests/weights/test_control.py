@@ -389,7 +389,7 @@ def test_a_server_that_goes_is_noticed_at_once_after_its_last_message(office):
         started = time.monotonic()
         with pytest.raises(PeerLostError, match="is gone: the connection ended") as caught:
             answer(client)
-        assert time.monotonic() - started < 15.0
+        assert time.monotonic() - started < 2.0
         assert caught.value.peers == (f"publisher at {office.server.endpoint}",)
         with pytest.raises(PeerLostError):
             client.send(hello())
@@ -399,11 +399,11 @@ def test_a_server_that_goes_is_noticed_at_once_after_its_last_message(office):
 def test_nobody_listens_there(office, endpoint):
     office.server.close()
     ticket = attrs.evolve(office.ticket, endpoint=endpoint or office.ticket.endpoint)
-    with contextlib.closing(ControlClient(ticket, 30.0)) as client:
+    with contextlib.closing(ControlClient(ticket, 5.0)) as client:
         started = time.monotonic()
         with pytest.raises(PeerLostError, match="does not listen there"):
             answer(client)
-        assert time.monotonic() - started < 15.0
+        assert time.monotonic() - started < 2.0
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_a_hundred_strangers_that_say_nothing_do_not_keep_others_out(office):
             stack.enter_context(stranger(office))
         started = time.monotonic()
         office.works()
-        assert time.monotonic() - started < 15.0
+        assert time.monotonic() - started < 3.0
 
 
 def test_strangers_leave_no_descriptor(office):
@@ -550,13 +550,13 @@ def test_a_client_with_another_server_key_gets_nothing(office):
 
 def test_a_ticket_with_another_server_key_says_so_at_once(office):
     other = attrs.evolve(office.ticket, server_key=zmq.curve_keypair()[0].decode())
-    with contextlib.closing(ControlClient(other, 30.0)) as client:
+    with contextlib.closing(ControlClient(other, 5.0)) as client:
         with contextlib.suppress(PeerLostError):
             client.send(hello())
         started = time.monotonic()
         with pytest.raises(TicketError, match="refused the encrypted handshake"):
             answer(client)
-        assert time.monotonic() - started < 15.0
+        assert time.monotonic() - started < 3.0
     assert office.desk.heard == []
     office.works()
 
@@ -638,7 +638,7 @@ def test_the_inbox_keeps_order_waits_and_forgets():
     assert inbox.get(time.monotonic() - 1) is None
     started = time.monotonic()
     assert inbox.get(time.monotonic() + 0.05) is None
-    assert 0.03 < time.monotonic() - started < 15.0
+    assert 0.03 < time.monotonic() - started < 2.0
     items = [Received(b"a", m.Leave(session=KEY)), Lost(b"a"), Lost(b"b")]
     for item in items:
         inbox.put(item)

@@ -183,16 +183,16 @@ def test_a_forged_key_or_token_is_refused_quickly(bench):
     started = time.monotonic()
     forged = attrs.evolve(ticket, token=b"\0" * 32).encode()
     with pytest.raises(TicketError, match="no such ticket"):
-        subscribe_weights(sample_model(), forged, timeout=60.0)
+        subscribe_weights(sample_model(), forged, timeout=5.0)
     import zmq
 
     other = attrs.evolve(ticket, server_key=zmq.curve_keypair()[0].decode()).encode()
     with pytest.raises(TicketError, match="handshake"):
-        subscribe_weights(sample_model(), other, timeout=60.0)
+        subscribe_weights(sample_model(), other, timeout=5.0)
     nobody = attrs.evolve(ticket, endpoint="tcp://127.0.0.1:1").encode()
     with pytest.raises(PeerLostError, match="does not listen"):
-        subscribe_weights(sample_model(), nobody, timeout=60.0)
-    assert time.monotonic() - started < 20.0
+        subscribe_weights(sample_model(), nobody, timeout=5.0)
+    assert time.monotonic() - started < 4.0
 
 
 def test_a_group_takes_part_once_it_is_complete(bench):
@@ -430,7 +430,7 @@ def test_step_waits_or_polls(bench):
     started = time.monotonic()
     with pytest.raises(UpdateTimeoutError, match="began no update within 0.2 s"):
         follower.subscriber.step(timeout=0.2)
-    assert 0.15 < time.monotonic() - started < 15.0
+    assert 0.15 < time.monotonic() - started < 2.0
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(WeightTransferError, match="timeout is"):
             follower.subscriber.step(timeout=bad)
@@ -844,7 +844,7 @@ def test_closing_in_the_middle_of_a_call_ends_the_call(bench, spy):
     waiting.subscriber.close()
     assert isinstance(waiting.done(), StateError)
     assert idle.subscriber.version == 0
-    assert time.monotonic() - started < 15.0
+    assert time.monotonic() - started < 8.0
 
 
 def test_a_follower_may_close_right_after_its_step(bench, monkeypatch):

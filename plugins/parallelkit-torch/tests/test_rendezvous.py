@@ -98,7 +98,7 @@ def test_port_in_use_is_said_at_once(spec: Make, busy: int) -> None:
     began = time.monotonic()
     with pytest.raises(PortInUseError, match=rf"127\.0\.0\.1:{busy}.*MASTER_PORT"):
         meet(spec(0, 2, master_port=busy))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 1
 
 
 def test_rank_zero_missing(spec: Make) -> None:
@@ -107,7 +107,7 @@ def test_rank_zero_missing(spec: Make) -> None:
     with pytest.raises(RendezvousTimeoutError, match=rf"rank 0 at 127\.0\.0\.1:{port}") as caught:
         meet(spec(1, 2, master_port=port, timeout=1.5))
     assert caught.value.missing == (0,)
-    assert 1.4 < time.monotonic() - began < 10
+    assert 1.4 < time.monotonic() - began < 2.5
 
 
 def test_rank_zero_missing_with_a_file(spec: Make, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_others_missing_are_named_on_every_rank(spec: Make) -> None:
     port = free_port()
     began = time.monotonic()
     errors = together(*(spec(r, 4, master_port=port, timeout=2) for r in (0, 2)))
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 3.5
     for error in errors:
         assert isinstance(error, RendezvousTimeoutError)
         assert error.missing == (1, 3)
@@ -206,15 +206,15 @@ def test_only_the_named_address_is_bound(spec: Make) -> None:
 def test_address_of_another_host(spec: Make) -> None:
     began = time.monotonic()
     with pytest.raises(GroupError, match=r"192\.0\.2\.1.*no address of this host.*MASTER_ADDR"):
-        meet(spec(0, 2, master_addr="192.0.2.1", master_port=free_port(), timeout=30))
-    assert time.monotonic() - began < 5
+        meet(spec(0, 2, master_addr="192.0.2.1", master_port=free_port(), timeout=5))
+    assert time.monotonic() - began < 1
 
 
 def test_many_missing_ranks_cost_no_more_time_than_few(spec: Make) -> None:
     began = time.monotonic()
     with pytest.raises(RendezvousTimeoutError) as caught:
         meet(spec(0, 65536, master_port=free_port(), timeout=1))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 3
     assert len(caught.value.missing) == 65535
     assert "65535 of 65536" in str(caught.value)
     assert "15, 16 and 65519 more" in str(caught.value)

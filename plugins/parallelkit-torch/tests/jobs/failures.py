@@ -26,7 +26,7 @@ if case == "never":
         pk.init_process_group(device="cpu", timeout=3)
     except RendezvousTimeoutError as error:
         assert error.missing == (last,), error.missing
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 6
         sys.exit(0)
     raise AssertionError("no error")
 
@@ -62,7 +62,7 @@ except CollectiveError as error:
     if case in ("late", "object") and rank != last:
         assert isinstance(error, CollectiveTimeoutError)
         assert error.missing == (last,), error
-        assert 1.4 < seconds < 15
+        assert 1.4 < seconds < 4
     elif case in ("late", "object"):
         assert "too late" in str(error) or "timed out" in str(error).lower(), error
     elif case == "killed":
@@ -71,10 +71,10 @@ except CollectiveError as error:
         assert (f"rank(s) {gone} are gone" in str(error)) or (
             gone == 0 and "rank 0" in str(error)
         ), error
-        assert seconds < 15
+        assert seconds < 5
     elif case == "stopped" and rank:
         assert isinstance(error, CollectiveTimeoutError), error
-        assert seconds < 15
+        assert seconds < 5
 try:
     group.barrier()
 except CollectiveError as error:
