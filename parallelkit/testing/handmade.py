@@ -62,7 +62,7 @@ def to_publisher(
         return m.Prepared(**update, digests=digests, seconds=0.0)
     if kind in ("committed", "staged"):
         done: dict[str, Any] = {"readback": digests, "staged": kind == "staged"}
-        return m.Committed(**update, **done, pause=0.0, repeated=0)
+        return m.Committed(**update, **done, pause=0.0, repeated=0, live=0, received=1)
     if kind == "failed":
         return m.Failed(**update, phase="transfer", error="RuntimeError", message=text)
     return m.Leave(session=session)

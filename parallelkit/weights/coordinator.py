@@ -34,7 +34,7 @@ from parallelkit.weights.orders import (
     raise_failed,
     staged,
 )
-from parallelkit.weights.report import MemberReport, TransferReport
+from parallelkit.weights.report import MemberReport, TransferReport, verified_by_all
 from parallelkit.weights.routes import Post, Routes, describe
 from parallelkit.weights.ticket import TicketOffice
 from parallelkit.weights.truth import Truth, hashed_from_plain
@@ -45,13 +45,6 @@ UNCHANGED_ALARM: Final = 3
 TICKET_SECONDS: Final = 300.0
 #: The wire carries versions below this.
 MAX_VERSION: Final = 2**62
-
-_VERIFIED: Final = {
-    "digest": "verified: every byte, at the source and as received",
-    "readback": "verified: every byte, at the source, as received and in live memory",
-    "sample": "verified: a sixteenth of the bytes, chosen anew each version",
-    "off": "not verified (verify='off')",
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -366,7 +359,7 @@ class Coordinator:
             tensors=len(self.manifest.tensors),
             transport=describe(r.transport for r in members) or self.routes.choice.name,
             verify=self.settings.verify,
-            verified=self._verified() if members else "nothing was sent",
+            verified=verified_by_all(self.settings.verify, self.settings.commit, members),
             phases=update.phases,
             started_at=started,
             members=tuple(members),
@@ -384,10 +377,6 @@ class Coordinator:
                 report=report,
             )
         return report
-
-    def _verified(self) -> str:
-        said = _VERIFIED[self.settings.verify]
-        return said.replace("received", "placed") if self.settings.commit == "in_place" else said
 
     def unchanged_alarm(self) -> str:
         """What to warn of when nothing changes for too long, or ""."""

@@ -12,12 +12,16 @@ from parallelkit.errors import TransportError, WeightTransferError
 MAX_TIMEOUT_SECONDS: Final = 7 * 24 * 3600
 
 
-def check_timeout(seconds: float) -> None:
-    """Raise `WeightTransferError` unless it is a number of seconds above 0, a week at most."""
+def check_timeout(seconds: float, *, zero: bool = False) -> None:
+    """Raise `WeightTransferError` unless it is a number of seconds above 0, a week at most.
+
+    With `zero`, 0 is allowed too: do not wait.
+    """
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds <= MAX_TIMEOUT_SECONDS:
+    if not number or not 0 <= seconds <= MAX_TIMEOUT_SECONDS or not (zero or seconds):
+        least = "from 0" if zero else "above 0"
         raise WeightTransferError(
-            f"timeout is {seconds!r}; it is a number of seconds above 0 and at most a week"
+            f"timeout is {seconds!r:.80}; it is a number of seconds {least} and at most a week"
         )
 
 
@@ -42,15 +46,19 @@ def parse_endpoint(endpoint: str | None) -> tuple[str, int]:
             raise ValueError("port")
         if host in ("", "*"):
             raise ValueError("all interfaces")
+        if not host.isprintable():  # what follows a NUL would be dropped
+            raise ValueError("characters that cannot be printed")
         info = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         infos = sorted(info, key=lambda i: i[0] != socket.AF_INET)
         address = ipaddress.ip_address(infos[0][4][0])
         plain = getattr(address, "ipv4_mapped", None) or address
         if plain.is_unspecified:
             raise ValueError("all interfaces")
+        if plain.is_multicast or str(plain) == "255.255.255.255":
+            raise ValueError("an address of many hosts")  # it can be bound, and never connected to
     except (ValueError, OSError) as error:
         raise TransportError(
-            f"endpoint {endpoint!r} cannot be used ({error}); {help_text}"
+            f"endpoint {endpoint!r:.200} cannot be used ({error}); {help_text}"
         ) from error
     return (f"[{address}]" if address.version == 6 else str(address)), port
 

@@ -29,7 +29,7 @@ from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.readers import Readers
 from parallelkit.weights.subscriber import WeightSubscriber
-from parallelkit.weights.ticket import Ticket
+from parallelkit.weights.ticket import MAX_MEMBERS, Ticket
 
 
 def subscribe_weights(
@@ -75,8 +75,8 @@ def subscribe_weights(
         ...     generate(model)
     """
     check_timeout(timeout)
-    if isinstance(member, bool) or not isinstance(member, int) or member < 0:
-        raise TicketError(f"member is {member!r}; it is a rank within the group, from 0")
+    if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < MAX_MEMBERS:
+        raise TicketError(f"member is {member!r:.80}; it is a rank within the group, from 0")
     decoded = Ticket.decode(ticket)
     sink = _sink_of(target, loader)
     needs = None if isinstance(sink, LoaderSink) else sink.needs()

@@ -175,7 +175,8 @@ class Commit(_Message, frozen=True, tag="commit"):
 class Committed(_Message, frozen=True, tag="committed"):
     """S to P: in place. `pause` is how long live memory was being written, in seconds.
 
-    `repeated`: buckets that had to be fetched a second time, in place.
+    `repeated`: buckets that had to be fetched a second time, in place. `live`: tensors whose live
+    memory was hashed; `received`: those of which only the bytes as received were.
     """
 
     session: Key
@@ -185,6 +186,8 @@ class Committed(_Message, frozen=True, tag="committed"):
     pause: Seconds
     staged: bool
     repeated: Count
+    live: Count
+    received: Count
 
 
 class Failed(_Message, frozen=True, tag="failed"):

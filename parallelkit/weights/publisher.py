@@ -15,6 +15,7 @@ from parallelkit.errors import (
     RankMismatchError,
     StateError,
     UnsupportedFeatureError,
+    WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
 from parallelkit.weights.collective import Crew, Message, pack_error, unpack_error
@@ -25,6 +26,7 @@ from parallelkit.weights.coordinator import (
     WeightsUnchangedWarning,
     next_version,
 )
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.exports import explain_exports, exporting_ranks
 from parallelkit.weights.members import Member
 from parallelkit.weights.plan import TransferPlan, plan_transfer
@@ -120,9 +122,15 @@ class WeightPublisher:
             UpdateTimeoutError: after `timeout` seconds (default: the publisher's), on every rank;
                 the message names who is there.
             PeerLostError: (ranks other than 0) rank 0 is gone.
+            WeightTransferError: an argument is no such number; at most a week.
         """
         self._check_open("wait")
+        if isinstance(members, bool) or not isinstance(members, int) or members < 0:
+            raise WeightTransferError(
+                f"members is {members!r:.80}; it is how many member ranks to wait for, from 0"
+            )
         seconds = self._settings.timeout if timeout is None else timeout
+        check_timeout(seconds, zero=True)
         self._collectively(lambda: self._here("wait").wait(members, seconds), seconds)
 
     def update(self, version: int | None = None) -> TransferReport:

@@ -9,6 +9,7 @@ from parallelkit.errors import (
     GroupError,
     NoBackendError,
     NotInitializedError,
+    TransportError,
     WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
@@ -88,7 +89,7 @@ def publish_weights(
         raise GroupError(f"group is a {type(group).__qualname__}; it is a process group, or None")
     settings = Settings(
         transport=transport,
-        commit="staged" if commit == "auto" else commit,
+        commit="staged" if isinstance(commit, str) and commit == "auto" else commit,
         verify=verify,
         aliased=aliased,
         keep_last=keep_last,
@@ -102,6 +103,10 @@ def publish_weights(
         _check_choice("verify", verify, VERIFY)
         _check_choice("commit", commit, COMMIT)
         check_timeout(timeout)
+        if not isinstance(transport, str):
+            raise TransportError(f"transport is {transport!r:.80}; it is 'auto' or a name")
+        _check_flag("aliased", aliased)
+        _check_flag("keep_last", keep_last)
         if keep_last and aliased:
             raise WeightTransferError(
                 "keep_last=True with aliased=True: the model lives in the arena, where the last "
@@ -113,6 +118,8 @@ def publish_weights(
             what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
         mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
         mine += ", keep_last" if keep_last else ""
+        mine += ", aliased" if aliased else ""
+        mine += "".join(f", {key}={value!r:.80}" for key, value in sorted(options.items()))
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:
@@ -149,5 +156,10 @@ def _current_group() -> ProcessGroup | None:
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise WeightTransferError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise WeightTransferError(f"{name} is {value!r:.80}; allowed are {', '.join(allowed)}")
+
+
+def _check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise WeightTransferError(f"{name} is {value!r:.80}; it is True or False")

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import attrs
 
 MemberState = Literal["committed", "staged", "old", "quarantined", "lost"]
+
+_VERIFIED: Final = {
+    "digest": "verified: every byte, at the source and as received",
+    "readback": "verified: every byte, at the source, as received and in live memory",
+    "sample": "verified: a sixteenth of the bytes, chosen anew each version",
+    "off": "not verified (verify='off')",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +33,9 @@ class MemberReport:
         transport: how its bytes came: `shm`, `tcp`, or `shm+tcp` from several ranks.
         sources: pairs of a publisher rank and the bytes that it got from there.
         repeated: buckets that it had to fetch a second time, in place.
+        live_tensors: tensors of which live memory was hashed, after they were placed.
+        staged_tensors: tensors of which the bytes were hashed as received only. They are copied
+            from there, or a loader made something else of them that cannot be read back.
     """
 
     name: str
@@ -36,6 +47,18 @@ class MemberReport:
     transport: str = ""
     sources: tuple[tuple[int, int], ...] = ()
     repeated: int = 0
+    live_tensors: int = 0
+    staged_tensors: int = 0
+
+    @property
+    def verified(self) -> str:
+        """What was hashed: `live memory`, `staged bytes`, both (of how many), or `nothing`."""
+        if self.live_tensors and self.staged_tensors:
+            total = self.live_tensors + self.staged_tensors
+            return f"live memory; staged bytes for {self.staged_tensors} of {total} tensors"
+        if self.live_tensors:
+            return "live memory"
+        return "staged bytes" if self.staged_tensors else "nothing"
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +74,7 @@ class TransferReport:
         version: the version committed.
         nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
         transport, verify: as used.
-        verified: what the digests covered, in words.
+        verified: what the digests covered for every member, in words; each member says its own.
         phases: seconds by phase, in order: `look` (at the model), `begin`, `stage`, `meet` (waiting
             for the other ranks of the publisher), `ready`, `digest`, `verify`, `commit`.
         started_at: Unix time of the start, in seconds.
@@ -102,7 +125,8 @@ class TransferReport:
         """Plain values, derived ones included."""
         return attrs.asdict(self) | {
             "members": [
-                attrs.asdict(m) | {"sources": [list(pair) for pair in m.sources]}
+                attrs.asdict(m)
+                | {"sources": [list(pair) for pair in m.sources], "verified": m.verified}
                 for m in self.members
             ],
             "moved_bytes": self.moved_bytes,
@@ -142,6 +166,7 @@ class TransferReport:
         ]
         lines += [
             f"  {member.name}: {member.state}, version {member.version}, "
+            f"verified: {member.verified}, "
             f"pause {member.pause_seconds * 1e3:.1f} ms{_where_from(member)}"
             + (f" ({member.reason})" if member.reason else "")
             for member in self.members
@@ -149,16 +174,36 @@ class TransferReport:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
+def verified_by_all(verify: str, commit: str, members: Sequence[MemberReport]) -> str:
+    """Say what holds of every byte of every member that has the version.
+
+    Args:
+        verify, commit: as used.
+        members: all that took part.
+    """
+    if not members:
+        return "nothing was sent"
+    said, live = _VERIFIED[verify], not any(member.staged_tensors for member in members)
+    if verify == "readback" and not live:
+        return f"{_VERIFIED['digest']}; live memory where a member says so"
+    if verify == "digest" and commit == "in_place" and live:
+        return said.replace("received", "placed")
+    return said
+
+
 def report_from_dict(data: dict[str, Any]) -> TransferReport:
     """Rebuild a report from `to_dict`, as trainer ranks other than 0 receive it."""
     names = {a.name for a in attrs.fields(TransferReport)}
     fields = {name: value for name, value in data.items() if name in names}
-    fields["members"] = tuple(
-        MemberReport(**member | {"sources": tuple(tuple(pair) for pair in member["sources"])})
-        for member in fields["members"]
-    )
+    fields["members"] = tuple(_member_from_dict(member) for member in fields["members"])
     fields["notes"] = tuple(fields["notes"])
     return TransferReport(**fields)
+
+
+def _member_from_dict(data: dict[str, Any]) -> MemberReport:
+    fields = {a.name: data[a.name] for a in attrs.fields(MemberReport)}
+    fields["sources"] = tuple(tuple(pair) for pair in fields["sources"])
+    return MemberReport(**fields)
 
 
 def _where_from(member: MemberReport) -> str:

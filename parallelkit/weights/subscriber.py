@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import threading
 import time
@@ -19,12 +18,12 @@ from parallelkit.errors import (
     StateError,
     UpdateAbortedError,
     UpdateTimeoutError,
-    WeightTransferError,
     WrongThreadError,
 )
 from parallelkit.weights import messages as m
 from parallelkit.weights.buckets import Workers
 from parallelkit.weights.client import ControlClient
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.rounds import Round, Superseded, Talk
 
@@ -102,13 +101,13 @@ class WeightSubscriber:
                 cannot know it and is quarantined.
             QuarantinedError: placing failed after the decision.
             StateError: after close, or inside `with use()`.
+            WeightTransferError: `timeout` is no number of seconds, or more than a week.
         """
         self._check("step")
         if self._using:
             raise StateError("step() inside `with subscriber.use()`: leave the block first")
         seconds = self._timeout if timeout is None else timeout
-        if not 0 <= seconds < math.inf:
-            raise WeightTransferError(f"timeout is {timeout!r}; it is a number of seconds from 0")
+        check_timeout(seconds, zero=True)
         deadline = time.monotonic() + seconds
         if self._thread is not None:
             return self._step_staged(deadline, seconds)
@@ -319,6 +318,7 @@ class WeightSubscriber:
                 readback = self._placement.readback(update.version, self._workers)
             self._doubt = self._torn = ""
             self._version = update.version
+        live, received = self._placement.verified
         answer: m.Committed = self._talk.answer(
             m.Committed,
             update,
@@ -326,6 +326,8 @@ class WeightSubscriber:
             pause=pause,
             staged=staged,
             repeated=self._placement.repeated,
+            live=live,
+            received=received,
         )
         return answer
 

@@ -89,6 +89,7 @@ class TcpPublisher:
             _bind(self._router, host)
         except TransportError:
             self._free()
+            self._forget()
             raise
         self._endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._routes: dict[int, bytes] = {}
@@ -116,6 +117,13 @@ class TcpPublisher:
         self._thread.join(_CLOSE_SECONDS)
         self._wake_in.close()
         self._wake_out.close()
+        if not self._thread.is_alive():
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the arena: it may be as large as the model, and be shared with others."""
+        self.buffer = memoryview(b"")
+        self._gate.forget()
 
     def _run(self) -> None:
         poller = zmq.Poller()

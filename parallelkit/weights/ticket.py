@@ -21,6 +21,8 @@ from parallelkit.errors import TicketError
 
 PREFIX = "pk1."
 MAX_TICKET_CHARS = 1024
+MAX_MEMBERS = 65536
+_NEVER = 1e12  #: seconds; what is longer has no float
 
 
 @attrs.frozen
@@ -71,7 +73,7 @@ class Ticket:
             endpoint, key, token, members = msgspec.msgpack.decode(
                 body, type=tuple[str, str, bytes, int]
             )
-            if len(key) != 40 or len(token) != 32 or not 1 <= members <= 65536:
+            if len(key) != 40 or len(token) != 32 or not 1 <= members <= MAX_MEMBERS:
                 raise ValueError("field")
         except (ValueError, msgspec.MsgspecError) as error:
             raise TicketError(
@@ -116,11 +118,13 @@ class TicketOffice:
 
     def issue(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
         """Make a ticket; returns its string and number."""
-        if isinstance(members, bool) or not isinstance(members, int) or not 1 <= members <= 65536:
-            raise TicketError(f"members is {members!r}; a ticket is for 1 to 65536 member ranks")
+        if isinstance(members, bool) or not isinstance(members, int) or not 1 <= members <= MAX_MEMBERS:
+            raise TicketError(
+                f"members is {members!r:.80}; a ticket is for 1 to {MAX_MEMBERS} member ranks"
+            )
         a_number = isinstance(expires, int | float) and not isinstance(expires, bool)
         if expires is not None and not (a_number and expires > 0):
-            raise TicketError(f"expires is {expires!r}; give seconds above 0, or None for never")
+            raise TicketError(f"expires is {expires!r:.80}; give seconds above 0, or None for never")
         if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
             raise TicketError(f"name is {name!r:.80}; it is a string of 1 to 200 characters")
         if name is not None and not name.isprintable():
@@ -129,7 +133,8 @@ class TicketOffice:
         with self._lock:
             number = len(self._issued) + 1
             label = name or f"subscriber-{number}"
-            if any(ticket.label == label for ticket in self._issued):
+            labels = {ticket.label for ticket in self._issued}
+            while label in labels:
                 label = f"{label}#{number}"  # names in reports are unique
             self._issued.append(
                 IssuedTicket(
@@ -137,7 +142,7 @@ class TicketOffice:
                     label=label,
                     token_hash=hashlib.sha256(token).digest(),
                     members=members,
-                    expires_at=None if expires is None else time.monotonic() + expires,
+                    expires_at=None if expires is None else time.monotonic() + min(expires, _NEVER),
                 )
             )
         return Ticket(self._endpoint, self._server_key, token, members).encode(), number

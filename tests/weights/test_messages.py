@@ -54,7 +54,7 @@ TO_PUBLISHER = [
     m.Refused(error="ManifestMismatchError", message="no"),
     m.Ready(**MEMBER),
     m.Prepared(**MEMBER, digests=b"12345678", seconds=0.5),
-    m.Committed(**MEMBER, readback=b"", pause=0.25, staged=False, repeated=0),
+    m.Committed(**MEMBER, readback=b"", pause=0.25, staged=False, repeated=0, live=3, received=1),
     m.Failed(**MEMBER, phase="commit", error="OSError", message="disk"),
     m.Leave(session=KEY),
 ]
