@@ -63,6 +63,9 @@ def test_an_engine_follows_a_trainer_of_other_names(verify: str, dtype: torch.dt
                 change(model, seed)
                 report = step(publisher, follower)
                 assert report.members[0].state == "committed"
+                said = report.members[0].verified
+                read = verify == "readback" and dtype == torch.float32  # what is cast is not
+                assert said.startswith("live memory; staged" if read else "staged bytes"), said
                 with torch.no_grad():
                     twin.load_weights(model.named_parameters(remove_duplicate=False))
                 with follower.use() as current:
