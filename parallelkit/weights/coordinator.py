@@ -133,10 +133,12 @@ class Coordinator:
         started, clock = time.time(), time.monotonic()
         self.server.check()
         self._dismiss_broken_groups()
-        self.members.begin_update(self.settings.timeout)
         self._source.begin()
         if self.settings.aliased:
             self.exporter.check_adopted()
+        # Not before the model was found good: rounds with members that join late would be dropped,
+        # and begun again at the same epoch.
+        self.members.begin_update(self.settings.timeout)
         update = Update(
             server=self.server,
             table=self.members,
