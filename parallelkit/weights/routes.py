@@ -143,7 +143,7 @@ class Routes:
             if candidate.name == self._wanted or (self._wanted == "auto" and candidate.reach):
                 return candidate
         raise TransportError(
-            f"transport {self._wanted!r} is not to be had here; there are: {known}"
+            f"transport {self._wanted!r:.80} is not to be had here; there are: {known}"
         )
 
 

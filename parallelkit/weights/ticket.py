@@ -118,13 +118,19 @@ class TicketOffice:
 
     def issue(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
         """Make a ticket; returns its string and number."""
-        if isinstance(members, bool) or not isinstance(members, int) or not 1 <= members <= MAX_MEMBERS:
+        if (
+            isinstance(members, bool)
+            or not isinstance(members, int)
+            or not 1 <= members <= MAX_MEMBERS
+        ):
             raise TicketError(
                 f"members is {members!r:.80}; a ticket is for 1 to {MAX_MEMBERS} member ranks"
             )
         a_number = isinstance(expires, int | float) and not isinstance(expires, bool)
         if expires is not None and not (a_number and expires > 0):
-            raise TicketError(f"expires is {expires!r:.80}; give seconds above 0, or None for never")
+            raise TicketError(
+                f"expires is {expires!r:.80}; give seconds above 0, or None for never"
+            )
         if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
             raise TicketError(f"name is {name!r:.80}; it is a string of 1 to 200 characters")
         if name is not None and not name.isprintable():

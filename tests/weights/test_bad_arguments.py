@@ -1,0 +1,110 @@
+"""Arguments of wrong types and values: the project's own error, at once, and nothing left open."""
+
+import contextlib
+import gc
+import math
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from parallelkit.errors import TicketError, TransportError, WeightTransferError
+from parallelkit.testing.peer import sample_model
+from parallelkit.weights import publish_weights, subscribe_weights
+from parallelkit.weights.ticket import TicketOffice
+
+ARRAY = np.zeros(3)  # its truth value and comparisons raise
+NO_NUMBERS = ["5", b"5", [], {}, ARRAY, True, math.nan, math.inf, -1, 1e300, 10**400]
+
+
+@pytest.mark.parametrize("name", ["aliased", "keep_last"])
+@pytest.mark.parametrize("value", [None, 1, "no", [], ARRAY])
+def test_flags_are_true_or_false(name, value):
+    with pytest.raises(WeightTransferError, match=f"{name} is .*; it is True or False"):
+        publish_weights(sample_model(), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["commit", "verify", "transport"])
+@pytest.mark.parametrize("value", [None, 5, b"shm", [], ARRAY, "x" * 100_000])
+def test_choices_are_strings_that_are_known(name, value):
+    with pytest.raises(WeightTransferError, match=name) as caught:
+        publish_weights(sample_model(), **{name: value})
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("value", ["5", b"5", [], {}, ARRAY, True, math.nan, math.inf, -1, 1.5])
+def test_how_many_to_wait_for(bench, value):
+    with pytest.raises(WeightTransferError, match="members is"):
+        bench.publish().wait(value, timeout=0.01)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_how_long_to_wait(bench, value):
+    publisher = bench.publish()
+    follower = bench.follow()
+    with pytest.raises(WeightTransferError, match="timeout is .* from 0 and at most a week"):
+        publisher.wait(2, timeout=value)
+    with pytest.raises(WeightTransferError, match="timeout is .* from 0 and at most a week"):
+        follower.subscriber.step(value)
+    follower.subscriber.serve()
+    with pytest.raises(WeightTransferError, match="timeout is .* from 0 and at most a week"):
+        follower.subscriber.step(value)
+
+
+@pytest.mark.parametrize("value", ["0", None, [], ARRAY, True, math.nan, -1, 65536, 10**400])
+def test_a_member_is_a_rank(bench, value):
+    with pytest.raises(TicketError, match="member is"):
+        subscribe_weights(sample_model(), bench.publish().ticket, member=value)
+
+
+def test_a_ticket_may_live_longer_than_numbers_are():
+    office = TicketOffice("tcp://127.0.0.1:1", "k" * 40)
+    _, number = office.issue(1, 10**400, None)
+    assert office.usable(number)
+
+
+def test_labels_are_unique_whatever_names_are_given():
+    office = TicketOffice("tcp://127.0.0.1:1", "k" * 40)
+    names = ["a#3", "a", "a", None, "subscriber-6", None, "subscriber-6#7", "subscriber-6"]
+    for name in names:
+        office.issue(1, None, name)
+    labels = [ticket.label for ticket in office._issued]
+    assert len(set(labels)) == len(labels), labels
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["127.0.0.1\0:0", "127.0.0.1\n:0", "255.255.255.255:0", "224.0.0.1:0", "[ff02::1]:0"],
+)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_addresses_that_nobody_could_connect_to(endpoint, transport):
+    with pytest.raises(TransportError, match="cannot be used"):
+        publish_weights(sample_model(), endpoint=endpoint, transport=transport)
+
+
+def _segments():
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("memfd:parallelkit" in link for link in links)
+
+
+def test_an_arena_goes_with_its_publisher_and_not_with_the_garbage():
+    """Both transports serve it; it may be as large as the model."""
+    before, threads = _segments(), threading.active_count()
+    gc.disable()
+    try:
+        with pytest.raises(TransportError, match="cannot listen"):  # the arena is there by then
+            publish_weights(sample_model(), endpoint="192.0.2.1:0")
+        assert _segments() == before
+        publisher = publish_weights(sample_model(), endpoint="127.0.0.1:0", transport="tcp")
+        arena = publisher._coordinator.exporter.arena
+        (transport,) = arena._transports
+        publisher.close()
+        assert transport.buffer.nbytes == 0
+        assert transport._gate._arena.nbytes == 0
+    finally:
+        gc.enable()
+    assert threading.active_count() == threads
