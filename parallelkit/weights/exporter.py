@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 import numpy as np
@@ -101,6 +101,7 @@ class Exporter:
             ManifestError: a tensor has not the bytes that its manifest says.
         """
         todo = list(dict.fromkeys(needs))
+        self._forget(todo)
         found: dict[Needs, Digests] = {}
         memory = self.arena.slot(slot)
         wanted = self._wanted(self._whole, verify, version, self._whole in todo)
@@ -113,6 +114,7 @@ class Exporter:
 
     def hash_arena(self, needs: Sequence[Needs], verify: str, version: int) -> list[Hashed]:
         """Hash what already lies in the arena, where the model itself lives there."""
+        self._forget(needs)
         memory, found = self.arena.slot(0), {}
         for n in dict.fromkeys(needs):
             wanted = self._wanted(n, verify, version, True)
@@ -152,6 +154,15 @@ class Exporter:
         if side is None:
             side = self._sides[needs] = Side(self.export, needs)
         return side
+
+    def _forget(self, asked: Collection[Needs]) -> None:
+        """Drop the sides with members that are gone, but what a version is compared with."""
+        stays = {self._whole, *asked}
+        self._sides = {
+            needs: side
+            for needs, side in self._sides.items()
+            if needs in stays or side.committed is not None
+        }
 
     def _wanted(self, needs: Needs, verify: str, version: int, asked: bool) -> list[bool]:
         count = len(self._side(needs).loads)

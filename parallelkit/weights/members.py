@@ -29,6 +29,8 @@ from parallelkit.weights.ticket import IssuedTicket, TicketOffice
 
 Answers = list[tuple[bytes, Any]]
 
+#: Members that are gone and still listed, the latest ones.
+LISTED: Final = 256
 #: Answers of one member that are kept in one update; it needs three.
 MAX_ANSWERS: Final = 16
 
@@ -44,7 +46,7 @@ class Member:
         version: last committed version, as its acknowledgement said; 0 for none.
         reason: why it is quarantined, lost or refused.
         transport: how it reaches the publisher's ranks: `shm`, `tcp`, or both.
-        needs: what it keeps; known once it has joined.
+        needs: what it keeps; known once it has joined, until an update begins after it has gone.
         catching: the version that it is being brought to by itself; decided: whether it may
             have put that in place.
     """
@@ -106,12 +108,13 @@ class Members(Desk):
         self._version = version
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
+        self._past: dict[Needs, None] = {}  # kinds of members that are gone, the latest last
         self._told: set[Member] = set()
         self._kept: Kept | None = None
         self._heard: dict[bytes, int] | None = None  # answers to the update under way, by route
 
     def everyone(self) -> list[Member]:
-        """All members that ever joined, by time of joining."""
+        """All members that are here, and the latest that are gone, by time of joining."""
         with self.changed:
             return [m for m in self._all if m.state not in ("opening", "refused")]
 
@@ -168,6 +171,7 @@ class Members(Desk):
         with self.changed:
             here = [x.needs for x in self._all if x.needs is not None and x.present]
             gone = [x.needs for x in reversed(self._all) if x.needs is not None and not x.present]
+            gone += reversed(self._past)
         kinds = dict.fromkeys(here)
         return [*kinds, *(n for n in dict.fromkeys(gone) if n not in kinds)][
             : len(kinds) + REMEMBERED
@@ -201,6 +205,7 @@ class Members(Desk):
                     member.state = "quarantined"
                     member.reason = f"no acknowledgement of version {member.catching.version}"
                 member.catching, member.decided = None, False
+            self._forget()
 
     def mark(
         self, member: Member, state: str, reason: str = "", version: int | None = None
@@ -375,9 +380,26 @@ class Members(Desk):
         return [] if step.send is None else [(member.route, step.send)]
 
     def _needs(self, kept: m.Kept | None) -> Needs:
+        """What a member keeps; members that keep the same have one object."""
         if kept is None:
-            return Needs.whole(self._manifest)
-        return Needs.from_wire(self._manifest, kept.regions, kept.which)
+            needs = Needs.whole(self._manifest)
+        else:
+            needs = Needs.from_wire(self._manifest, kept.regions, kept.which)
+        return next((x.needs for x in self._all if x.needs is not None and x.needs == needs), needs)
+
+    def _forget(self) -> None:
+        """Drop what is known of members that are gone, but for names and reasons of the latest."""
+        gone = [x for x in self._all if not x.present and x.state != "opening"]
+        for member in gone:
+            if member.needs is not None:
+                self._past.pop(member.needs, None)
+                self._past[member.needs] = None
+                member.needs = None
+        for needs in list(self._past)[:-REMEMBERED]:
+            del self._past[needs]
+        dropped = set(gone[:-LISTED])
+        self._all = [x for x in self._all if x not in dropped]
+        self._told -= dropped
 
 
 def _first_line(text: str) -> str:

@@ -110,7 +110,10 @@ class WeightPublisher:
 
     @property
     def members(self) -> list[Member]:
-        """Everyone who joined, present or not, with state and version. Rank 0 only."""
+        """Everyone who is here, and the latest 256 who are gone, with state and version.
+
+        Rank 0 only.
+        """
         return self._here("members").members.everyone()
 
     def wait(self, members: int = 1, timeout: float | None = None) -> None:
