@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -114,7 +115,7 @@ class Coordinator:
             slots=self._slots,
             timeout=settings.timeout,
             sources=self.routes.sources,
-            version=lambda: self.version,
+            version=_version_of(weakref.ref(self)),
         )
         self.server.start(self.members)
 
@@ -413,6 +414,16 @@ class Coordinator:
 
     def _phase(self, name: str) -> None:
         self._phase_hook(name)
+
+
+def _version_of(coordinator: weakref.ref[Coordinator]) -> Callable[[], int]:
+    """Its version. By a weak reference: in a cycle, the model would outlive a closed publisher."""
+
+    def version() -> int:
+        alive = coordinator()
+        return 0 if alive is None else alive.version
+
+    return version
 
 
 def next_version(current: int, asked: int | None) -> int:

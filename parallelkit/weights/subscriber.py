@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -69,6 +70,9 @@ class WeightSubscriber:
         self._error: BaseException | None = None
         # Guards what the thread staged; never held while live memory is used.
         self._staged = threading.Condition()
+        self._finalizer = weakref.finalize(
+            self, _free, self._talk, client, placement, self._workers, self._pid
+        )
 
     @property
     def version(self) -> int:
@@ -179,7 +183,8 @@ class WeightSubscriber:
     def close(self) -> None:
         """Leave. The target keeps its weights. Harmless when repeated.
 
-        From a signal handler or another thread during `step()`, that call ends first.
+        From a signal handler or another thread during `step()`, that call ends first. A subscriber
+        that is dropped, or open at exit, closes by itself.
         """
         if self._closed:
             return
@@ -196,12 +201,9 @@ class WeightSubscriber:
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
             with self._staged:
+                self._error = None  # its traceback holds this object
                 self._staged.notify_all()  # a step that waits for the thread, elsewhere
-        self._talk.leave()
-        self._client.close()
-        self._placement.release()
-        self._placement.readers.close()
-        self._workers.close()
+        self._finalizer()
 
     def __enter__(self) -> WeightSubscriber:
         return self
@@ -407,3 +409,14 @@ class WeightSubscriber:
             raise StateError(f"{what}() after close(): subscribe again with a new ticket")
         if self._pid != os.getpid():
             raise StateError(f"{what}() in a forked child: a subscriber belongs to one process")
+
+
+def _free(
+    talk: Talk, client: ControlClient, placement: Placement, workers: Workers, pid: int
+) -> None:
+    if pid == os.getpid():
+        talk.leave()
+        client.close()
+        placement.release()
+        placement.readers.close()
+        workers.close()

@@ -5,6 +5,8 @@ import gc
 import math
 import os
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -107,4 +109,54 @@ def test_an_arena_goes_with_its_publisher_and_not_with_the_garbage():
         assert transport._gate._arena.nbytes == 0
     finally:
         gc.enable()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("options", [{}, {"aliased": True}, {"keep_last": True}])
+def test_a_closed_publisher_keeps_no_model_alive(options):
+    model = sample_model(1.0)
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        publish_weights(model, **options).close()
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("serve", [False, True])
+def test_a_closed_subscriber_keeps_no_target_alive(bench, serve):
+    publisher = bench.publish()
+    target = sample_model()
+    gone = weakref.ref(target)
+    gc.disable()
+    try:
+        subscriber = subscribe_weights(target, publisher.ticket)
+        if serve:
+            subscriber.serve()
+            publisher.update()
+        subscriber.close()
+        del subscriber, target
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_dropped_subscriber_leaves(bench, transport):
+    publisher = bench.publish(transport=transport)
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    subscriber = subscribe_weights(sample_model(), publisher.ticket)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del subscriber
+    with publisher._coordinator.members.changed:
+        left = publisher._coordinator.members.changed.wait_for(
+            lambda: publisher.members[0].state == "left", 10.0
+        )
+    assert left, publisher.members
+    until = time.monotonic() + 10.0
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
+        time.sleep(0.02)  # the publisher's end of the connections
+    assert len(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() == threads
