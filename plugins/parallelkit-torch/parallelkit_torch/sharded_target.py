@@ -141,12 +141,11 @@ class ShardedModuleSink:
         return tensors.as_bytes(part) if view is None else view
 
     def finish(self) -> None:
-        """Tell autograd that every tensor changed: a graph recorded before is void."""
+        """Tell torch that every tensor changed: see `tensors.mark_written`."""
         self._check_open("finish")
         self._open = False
         everything = [t for group in self._held for held in group for t in held[:2]]
-        changed = {id(t): t for t in everything if not t.is_inference()}
-        torch.autograd.graph.increment_version(list(changed.values()))
+        tensors.mark_written({id(t): t for t in everything}.values())
 
     # --- inner parts
 
