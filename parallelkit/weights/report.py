@@ -75,8 +75,13 @@ class TransferReport:
         nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
         transport, verify: as used.
         verified: what the digests covered for every member, in words; each member says its own.
-        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage`, `meet` (waiting
-            for the other ranks of the publisher), `ready`, `digest`, `verify`, `commit`.
+        phases: seconds by phase at the publisher, in order; they follow each other, and `seconds`
+            is their sum. `look` at the model; `begin` is sent; `stage`: copying into the arena
+            and hashing; `meet`: waiting for the other ranks of the publisher; `ready`: waiting
+            for members to call `step()`; `digest`: hashing the source, where `stage` did not;
+            `verify`: waiting for members to fetch (unless in place) and hash, and comparing;
+            `commit`: waiting for them to put it in place. `stage`, `meet` and `digest` are there
+            only where they took place.
         started_at: Unix time of the start, in seconds.
         members: every member that took part.
         changed_ratio: share of the bytes in buckets whose digest differs from the last committed
@@ -108,8 +113,8 @@ class TransferReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Payload over wall time, 10^9 bytes a second, to each member."""
-        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+        """Payload over wall time, 10^9 bytes a second, to each member; 0 if there was none."""
+        return self.nbytes / self.seconds / 1e9 if self.members and self.seconds > 0 else 0.0
 
     @property
     def pause_seconds(self) -> float:
@@ -141,7 +146,11 @@ class TransferReport:
         return json.dumps(self.to_dict())
 
     def to_chrome_trace(self) -> str:
-        """JSON for chrome://tracing or Perfetto: the phases, and each member's parts."""
+        """JSON for chrome://tracing or Perfetto: the phases, and each member's parts.
+
+        Each update begins at 0. Of a member only durations are known, by its own clock; they are
+        drawn as if they ended with the phases `verify` and `commit`.
+        """
         events, clock = [], 0.0
         ends = {}
         for name, seconds in self.phases.items():
@@ -158,10 +167,10 @@ class TransferReport:
 
     def __str__(self) -> str:
         changed = "" if self.changed_ratio is None else f", {self.changed_ratio:.0%} changed"
+        how = f" ({self.gigabytes_per_second:.2f} GB/s) by {self.transport}" if self.members else ""
         lines = [
             f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} "
-            f"tensors, {self.seconds * 1e3:.1f} ms ({self.gigabytes_per_second:.2f} GB/s) by "
-            f"{self.transport}{changed}; {self.verified}",
+            f"tensors, {self.seconds * 1e3:.1f} ms{how}{changed}; {self.verified}",
             "  " + "  ".join(f"{name} {s * 1e3:.1f} ms" for name, s in self.phases.items()),
         ]
         lines += [
@@ -186,7 +195,7 @@ def verified_by_all(verify: str, commit: str, members: Sequence[MemberReport]) -
     said, live = _VERIFIED[verify], not any(member.staged_tensors for member in members)
     if verify == "readback" and not live:
         return f"{_VERIFIED['digest']}; live memory where a member says so"
-    if verify == "digest" and commit == "in_place" and live:
+    if verify in ("digest", "readback") and commit == "in_place" and live:
         return said.replace("received", "placed")
     return said
 

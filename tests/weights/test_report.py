@@ -105,6 +105,7 @@ def test_a_report_of_nothing():
         ("digest", "in_place", [(3, 0), (3, 0)], "at the source and as placed"),
         ("digest", "in_place", [(3, 0), (2, 1)], "at the source and as received"),
         ("readback", "staged", [(3, 0)], "as received and in live memory"),
+        ("readback", "in_place", [(3, 0)], "as placed and in live memory"),
         ("readback", "staged", [(3, 0), (0, 3)], "live memory where a member says so"),
         ("sample", "staged", [(0, 3)], "a sixteenth"),
         ("off", "staged", [(0, 0)], "not verified"),
@@ -114,6 +115,12 @@ def test_a_report_of_nothing():
 def test_no_more_is_claimed_of_all_members_than_holds_of_each(verify, commit, counts, text):
     members = [member(live_tensors=live, staged_tensors=staged) for live, staged in counts]
     assert text in verified_by_all(verify, commit, members)
+
+
+def test_no_speed_is_claimed_where_nothing_was_sent():
+    made = report(members=())
+    assert made.gigabytes_per_second == 0
+    assert "500.0 ms, 25% changed; " in str(made)
 
 
 def test_the_table_for_people():
