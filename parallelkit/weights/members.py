@@ -220,10 +220,12 @@ class Members(Desk):
             self.changed.notify_all()
 
     def settle(self, member: Member, state: str, reason: str, version: int | None) -> None:
-        """As `mark`, unless the member has gone meanwhile: that it is gone stays true."""
+        """As `mark`; of a member that has gone meanwhile only the version that it had reached."""
         with self.changed:
             if member.present:
                 self.mark(member, state, reason, version)
+            elif version is not None:
+                member.version = version
 
     def listen(self) -> None:
         """An update begins: from now on answers are kept for it."""
@@ -403,4 +405,6 @@ class Members(Desk):
 
 
 def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")[:200]
+    """The first line; where it announces a list, with the first of the list."""
+    first, *rest = text.splitlines() or [""]
+    return first[:200] + (f" {rest[0].strip()[:200]}" if rest and first.endswith(":") else "")
