@@ -53,7 +53,8 @@ def to_publisher(
     if kind == "hello":
         return m.hello(token, member, host_identity(), text[:256], "0")
     if kind == "opened":
-        return m.Opened(session=session, plan_digest=(digests + bytes(16))[:16], kept=None)
+        digest = (digests + bytes(16))[:16]
+        return m.Opened(session=session, plan_digest=digest, kept=None, partial=False)
     if kind == "refused":
         return m.Refused(error="ProtocolError", message=text)
     if kind == "ready":
@@ -162,7 +163,7 @@ class HandMade:
         assert self._welcome is not None
         plan = plan_transfer(m.manifest_of(self._welcome))
         self._readers = connect(self._welcome, plan)
-        self.send(m.Opened(session=self.session, plan_digest=plan.digest, kept=None))
+        self.send(m.Opened(session=self.session, plan_digest=plan.digest, kept=None, partial=False))
         return self.hear()
 
     def answer(self, message: m.ToSubscriber) -> None:

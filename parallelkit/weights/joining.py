@@ -39,6 +39,7 @@ def subscribe_weights(
     member: int = 0,
     timeout: float = 60.0,
     loader: Callable[..., Any] | None = None,
+    partial: bool = False,
 ) -> WeightSubscriber:
     """Let `target` follow a publisher.
 
@@ -55,12 +56,17 @@ def subscribe_weights(
             engine's `module.load_weights`: takes pairs of published name and tensor, may return
             the names that it loaded. It is called once now, on a copy of the target without data,
             and in updates as far as plain copies do not do the same.
+        partial: the target is meant to lack some of what is published. Else what the members of
+            its ticket keep together has to be everything. Of a target that is not in parts
+            (`RegionSink`) nothing may be lacking in any case.
 
     Raises:
         TicketError: malformed, altered, expired, used, or for another member rank.
         ManifestMismatchError: the target needs something else than is published; every difference
             is listed, and the publisher is told. With a loader also: a parameter that it gives no
             value, a published tensor that it makes nothing of.
+        CoverageError: the members of the ticket together lack tensors, or parts of some. The last
+            one gets it here, the others in their next `step()`.
         PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
         TransportError: the publisher's memory cannot be reached from here.
         NeedsError: a `RegionSink` keeps something that is no part of its tensors.
@@ -77,6 +83,8 @@ def subscribe_weights(
     check_timeout(timeout)
     if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < MAX_MEMBERS:
         raise TicketError(f"member is {member!r:.80}; it is a rank within the group, from 0")
+    if not isinstance(partial, bool):
+        raise WeightTransferError(f"partial is {partial!r:.80}; it is True or False")
     decoded = Ticket.decode(ticket)
     sink = _sink_of(target, loader)
     needs = None if isinstance(sink, LoaderSink) else sink.needs()
@@ -103,7 +111,9 @@ def subscribe_weights(
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
         wire = None if kept is None else m.Kept(*kept.to_wire())
-        client.send(m.Opened(session=welcome.session, plan_digest=plan.digest, kept=wire))
+        client.send(
+            m.Opened(session=welcome.session, plan_digest=plan.digest, kept=wire, partial=partial)
+        )
         _expect(client, m.Joined, deadline, timeout)
     except BaseException:
         if readers is not None:

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import attrs
 
-from parallelkit.errors import NeedsError, ProtocolError, TransportError
+from parallelkit.errors import CoverageError, NeedsError, ProtocolError, TransportError
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import Desk, Inbox, Lost, Received
+from parallelkit.weights.coverage import check_coverage
 from parallelkit.weights.kept import REMEMBERED, Kept
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
@@ -45,6 +46,7 @@ class Member:
         state: `opening` (welcomed), `joined`, `quarantined`, `lost`, `left` or `refused`.
         version: last committed version, as its acknowledgement said; 0 for none.
         reason: why it is quarantined, lost or refused.
+        partial: whether nobody in its group need keep what the others do not.
         transport: how it reaches the publisher's ranks: `shm`, `tcp`, or both.
         needs: what it keeps; known once it has joined, until an update begins after it has gone.
         catching: the version that it is being brought to by itself; decided: whether it may
@@ -62,6 +64,7 @@ class Member:
     reason: str = ""
     transport: str = ""
     needs: Needs | None = attrs.field(default=None, repr=False)
+    partial: bool = attrs.field(default=False, repr=False)
     catching: Kept | None = attrs.field(default=None, repr=False)
     decided: bool = attrs.field(default=False, repr=False)
 
@@ -258,7 +261,8 @@ class Members(Desk):
             if isinstance(message, m.Opened):
                 return self._open(member, message)
             if isinstance(message, m.Leave):
-                member.state, member.reason = "left", "it closed"
+                if member.state != "refused":  # that it never was one of its group stays true
+                    member.state, member.reason = "left", "it closed"
                 self._by_route.pop(route)
                 self.inbox.put(Lost(route))
                 member.catching, member.decided = None, False
@@ -353,9 +357,29 @@ class Members(Desk):
             text = "the two ends computed different transfer plans"
             self._refuse(member, text)
             raise ProtocolError(text)
-        member.state = "joined"
+        member.state, member.partial = "joined", message.partial
+        uncovered = self._uncovered(member)
+        if uncovered:
+            return uncovered
         self.changed.notify_all()
         return [(member.route, m.Joined(version=self._version())), *self._catch_up(member)]
+
+    def _uncovered(self, member: Member) -> Answers:
+        """Refuse a group that is complete now and lacks something; what each of them is told."""
+        group = [member, *self.groupmates(member)]
+        if len(group) < member.ticket.members or any(x.partial for x in group):
+            return []
+        who = f"the {len(group)} members of {member.ticket.label}"
+        try:
+            kept = (x.needs for x in group if x.needs is not None)
+            check_coverage(self._manifest, kept, who if len(group) > 1 else member.name)
+        except CoverageError as error:
+            text = m.clip(str(error), 60000)
+            for x in group:
+                x.catching, x.decided = None, False
+                self._refuse(x, text)
+            return [(x.route, m.Refused(error="CoverageError", message=text)) for x in group]
+        return []
 
     def _catch_up(self, member: Member) -> Answers:
         """Begin to bring a member to the version that is kept, if there is one for its kind."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from parallelkit.errors import (
+    CoverageError,
     ManifestError,
     ManifestMismatchError,
     ProtocolError,
@@ -106,12 +107,13 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 class Opened(_Message, frozen=True, tag="opened"):
     """S to P: the target needs exactly this manifest and keeps this, the transports are connected.
 
-    `kept` None: all of every tensor.
+    `kept` None: all of every tensor. `partial`: nobody in its group need keep the rest.
     """
 
     session: Key
     plan_digest: Key
     kept: Kept | None
+    partial: bool
 
 
 class Joined(_Message, frozen=True, tag="joined"):
@@ -262,6 +264,7 @@ def clip(text: str, limit: int = 2000) -> str:
 def error_of(message: Refused) -> WeightTransferError:
     """The error to raise for a refusal from the other side."""
     kinds: tuple[type[WeightTransferError], ...] = (
+        CoverageError,
         ManifestMismatchError,
         ProtocolError,
         StateError,
