@@ -147,6 +147,9 @@ class WeightPublisher:
             version: the new version's number, above the last; default one more. The number of a
                 failed update can be used again.
 
+        Returns:
+            What was done, the same on every rank. A report without `members`: nobody followed.
+
         Raises:
             UpdateAbortedError: nothing changed anywhere; `failures` and `__cause__` say why: a
                 member failed (`WeightTransferError`), is gone (`PeerLostError`), was too slow
@@ -206,8 +209,11 @@ class WeightPublisher:
     def drop(self, name: str) -> None:
         """Let a member go by its name, so that later updates do not wait for it. Rank 0 only.
 
+        Args:
+            name: all of it, as in `members`, reports and `UpdateAbortedError.failures`.
+
         Raises:
-            StateError: there is no such member.
+            StateError: there is no such member, or it has gone already.
         """
         coordinator = self._here("drop")
         for member in coordinator.members.everyone():

@@ -54,8 +54,10 @@ def publish_weights(
             fetched once more, and then that member is quarantined. `"auto"` is staged.
         verify: `"digest"` hashes every bucket at the source and as received; `"readback"` hashes
             live memory too, after placement; `"sample"` a sixteenth of the buckets; `"off"`.
-        endpoint: address of the control channel, `"address:port"`; port 0 takes a free one. Default
-            loopback. Addresses that mean all interfaces are refused.
+        endpoint: address of the control channel, `"10.0.0.5:0"` or `"[fd00::2]:0"`: that of the
+            interface to listen on; port 0 takes a free one. Default loopback, for members of this
+            host; with another address `"auto"` opens `tcp` too. Addresses that mean all interfaces
+            are refused.
         timeout: seconds for each half of an update (until the decision, and after it), for joining,
             and for noticing a silent peer.
         aliased: let the model's tensors live in the transport's memory, which saves the copy into
