@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallelkit import __version__, hooks
@@ -40,6 +40,7 @@ def subscribe_weights(
     timeout: float = 60.0,
     loader: Callable[..., Any] | None = None,
     partial: bool = False,
+    **options: Any,
 ) -> WeightSubscriber:
     """Let `target` follow a publisher.
 
@@ -59,6 +60,8 @@ def subscribe_weights(
         partial: the target is meant to lack some of what is published. Else what the members of
             its ticket keep together has to be everything. Of a target that is not in parts
             (`RegionSink`) nothing may be lacking in any case.
+        options: for transports; `connections=4` makes `tcp` pull over so many connections from
+            each rank of the publisher, 1 to 16 (default 2).
 
     Raises:
         TicketError: malformed, altered, expired, used, or for another member rank.
@@ -68,7 +71,8 @@ def subscribe_weights(
         CoverageError: the members of the ticket together lack tensors, or parts of some. The last
             one gets it here, the others in their next `step()`.
         PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
-        TransportError: the publisher's memory cannot be reached from here.
+        TransportError: the publisher's memory cannot be reached from here, or an option is not one
+            of those allowed.
         NeedsError: a `RegionSink` keeps something that is no part of its tensors.
         UpdateTimeoutError: no answer within `timeout`.
         NoBackendError: no plugin knows the target's type.
@@ -106,7 +110,7 @@ def subscribe_weights(
             check_exact(published, needs, partial=isinstance(sink, RegionSink))
             kept = needs_of(sink, needs, published)
             plan = plan_transfer(published, kept)
-            readers = connect(welcome, plan)
+            readers = connect(welcome, plan, options)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
@@ -142,7 +146,9 @@ def _sink_of(target: Any, loader: Callable[..., Any] | None) -> WeightSink:
     return sink
 
 
-def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
+def connect(
+    welcome: m.Welcome, plan: TransferPlan, options: Mapping[str, Any] | None = None
+) -> Readers:
     """Open a transport to every rank of the publisher that this member gets bytes from."""
     sources = {source.rank: source for source in welcome.sources}
     missing = [rank for rank in plan.ranks if rank not in sources]
@@ -151,7 +157,7 @@ def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
     transports: dict[int, SubscriberTransport] = {}
     try:
         for rank in plan.ranks:
-            transports[rank] = _transport(sources[rank], welcome.slots)
+            transports[rank] = _transport(sources[rank], welcome.slots, options or {})
         return Readers(plan, transports, {rank: sources[rank].nbytes for rank in plan.ranks})
     except BaseException:
         for transport in transports.values():
@@ -159,8 +165,8 @@ def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
         raise
 
 
-def _transport(source: m.Source, slots: int) -> SubscriberTransport:
-    transport = hooks.connect_transport(source.transport, source.offer, source.key)
+def _transport(source: m.Source, slots: int, options: Mapping[str, Any]) -> SubscriberTransport:
+    transport = hooks.connect_transport(source.transport, source.offer, source.key, options)
     if transport is None:
         raise TransportError(
             f"no plugin installed here has the publisher's transport {source.transport!r}"

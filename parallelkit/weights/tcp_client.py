@@ -80,10 +80,7 @@ class TcpSubscriber:
         self.peer = peer_of(self._offer)  #: as errors name it
         if len(key) != PASS_BYTES:
             raise ProtocolError(f"a pass of {len(key)} bytes; it has {PASS_BYTES}")
-        if type(connections) is not int or not 1 <= connections <= w.MAX_CONNECTIONS:
-            raise TransportError(
-                f"connections is {connections!r}; allowed are 1 to {w.MAX_CONNECTIONS}"
-            )
+        check_connections(connections)
         self._lock = threading.Lock()
         self._owner = 0
         self._stopping = False
@@ -278,6 +275,13 @@ class TcpSubscriber:
             raise EpochError(
                 f"{self.peer} is at epoch {found}, not {expected}: what was pulled is void"
             )
+
+
+def check_connections(value: Any) -> int:
+    """Raise `TransportError` unless `value` is a number of connections; returns it."""
+    if type(value) is not int or not 1 <= value <= w.MAX_CONNECTIONS:
+        raise TransportError(f"connections is {value!r:.80}; allowed are 1 to {w.MAX_CONNECTIONS}")
+    return value
 
 
 def _parts(spans: Sequence[Span], into: Sequence[Bytes], size: int) -> Iterator[_Part]:
