@@ -261,7 +261,7 @@ class Members(Desk):
             if isinstance(message, m.Opened):
                 return self._open(member, message)
             if isinstance(message, m.Leave):
-                if member.state != "refused":  # that it never was one of its group stays true
+                if member.state not in ("refused", "lost"):  # which says more
                     member.state, member.reason = "left", "it closed"
                 self._by_route.pop(route)
                 self.inbox.put(Lost(route))
