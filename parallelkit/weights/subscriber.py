@@ -104,7 +104,7 @@ class WeightSubscriber:
             PeerLostError: the publisher is gone. If the decision was already due, this subscriber
                 cannot know it and is quarantined.
             QuarantinedError: placing failed after the decision.
-            StateError: after close, or inside `with use()`.
+            StateError: after close, inside `with use()`, or while another thread is in `step`.
             WeightTransferError: `timeout` is no number of seconds, or more than a week.
         """
         self._check("step")
@@ -115,6 +115,7 @@ class WeightSubscriber:
         deadline = time.monotonic() + seconds
         if self._thread is not None:
             return self._step_staged(deadline, seconds)
+        self._refuse_while_stepping("step")
         self._stepping = True
         try:
             return self._step(deadline, seconds)
@@ -143,9 +144,13 @@ class WeightSubscriber:
         The live weights change only in `step()` or on entering `use()`, in the caller's thread, so
         this thread touches no framework. Costs twice the bytes of the model in memory. Errors of
         the thread are raised by the next `step`; the loss of the publisher by each.
+
+        Raises:
+            StateError: after close, or while another thread is in `step`.
         """
         self._check("serve")
         if self._thread is None:
+            self._refuse_while_stepping("serve")
             self._placement.allocate_staging()
             self._thread = threading.Thread(target=self._serve, name=SERVE_THREAD, daemon=True)
             self._thread.start()
@@ -396,6 +401,14 @@ class WeightSubscriber:
     def _check_epoch(self, update: Round) -> None:
         deadline = time.monotonic() + update.timeout
         self._placement.readers.check_epoch(update.epoch, update.version, deadline)
+
+    def _refuse_while_stepping(self, what: str) -> None:
+        """One thread at a time hears the publisher, or each would miss what the other heard."""
+        if self._stepping:
+            raise StateError(
+                f"{what}() while step() waits in another thread: one thread follows the "
+                "publisher; wait for that call, or let serve() run from the beginning"
+            )
 
     def _refuse_if_quarantined(self) -> None:
         if self._doubt or self._torn:
