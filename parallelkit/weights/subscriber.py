@@ -27,6 +27,7 @@ from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.rounds import Round, Superseded, Talk
+from parallelkit.weights.writers import Writer
 
 #: Name of the thread that `serve` starts: it touches no framework, nor may a sink called in it.
 SERVE_THREAD: Final = "parallelkit-subscriber"
@@ -58,6 +59,7 @@ class WeightSubscriber:
         self._version = 0
         self._doubt = ""  # the outcome of an update is unknown, or its bytes never came
         self._torn = ""  # live memory was written in part
+        self._writer = Writer(self.name)
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -84,9 +86,14 @@ class WeightSubscriber:
         """`waiting`, `current`, `quarantined` or `closed`."""
         if self._closed:
             return "closed"
-        if self._doubt or self._torn:
+        if self._trouble:
             return "quarantined"
         return "current" if self._version else "waiting"
+
+    @property
+    def _trouble(self) -> str:
+        """Why nobody can vouch for the live weights."""
+        return self._doubt or self._torn or self._writer.displaced
 
     def step(self, timeout: float | None = None) -> int:
         """Take part in one update and put it in place; returns the live version.
@@ -315,6 +322,7 @@ class WeightSubscriber:
         else:
             started = time.monotonic()
             self._torn = f"version {update.version} is half in place"
+            self._writer.writes(self._placement.module)
             if self._in_place:
                 self._placement.place_fetched(update.fetch(), expected, self._workers)
             else:
@@ -353,8 +361,10 @@ class WeightSubscriber:
                 self._torn = before
                 raise
             except BaseException as error:
+                self._writer.writes(self._placement.module)
                 self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
                 raise QuarantinedError(self._torn) from error
+            self._writer.writes(self._placement.module)
             self._torn = ""
             self._version = version
 
@@ -411,10 +421,10 @@ class WeightSubscriber:
             )
 
     def _refuse_if_quarantined(self) -> None:
-        if self._doubt or self._torn:
+        if self._trouble:
             raise QuarantinedError(
-                f"{self.name} is quarantined and serves nothing: {self._doubt or self._torn}. The "
-                "next update that commits brings it back"
+                f"{self.name} is quarantined and serves nothing: {self._trouble}. The next update "
+                "that commits brings it back"
             )
 
     def _check(self, what: str) -> None:
