@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import socket
 from typing import Final
 
@@ -10,6 +12,8 @@ from parallelkit.errors import TransportError, WeightTransferError
 
 #: A week: longer waits are mistakes, and overflow the sockets' counters.
 MAX_TIMEOUT_SECONDS: Final = 7 * 24 * 3600
+#: What either end of a channel or transport opens at once, and some room for others.
+_DESCRIPTORS: Final = 32
 
 
 def check_timeout(seconds: float, *, zero: bool = False) -> None:
@@ -23,6 +27,22 @@ def check_timeout(seconds: float, *, zero: bool = False) -> None:
         raise WeightTransferError(
             f"timeout is {seconds!r:.80}; it is a number of seconds {least} and at most a week"
         )
+
+
+def check_descriptors() -> None:
+    """Raise `TransportError` unless this process may open what a channel takes.
+
+    Asked beforehand, since ZeroMQ ends the process where it gets no descriptor.
+    """
+    with contextlib.ExitStack() as taken:
+        try:
+            for _ in range(_DESCRIPTORS):
+                taken.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise TransportError(
+                f"this process cannot open {_DESCRIPTORS} more files or connections ({error}): "
+                "close some, or allow more by `ulimit -n`"
+            ) from error
 
 
 def parse_endpoint(endpoint: str | None) -> tuple[str, int]:

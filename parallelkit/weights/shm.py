@@ -25,6 +25,7 @@ import numpy as np
 from parallelkit.errors import EpochError, ProtocolError, TransportError
 from parallelkit.specs import TransportCandidate, TransportRequest
 from parallelkit.weights.buckets import as_bytes
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.passes import PASS_BYTES, Passes
 from parallelkit.weights.pulls import check_pull
 from parallelkit.weights.regions import Bytes, Span, view
@@ -77,6 +78,7 @@ class ShmPublisher:
             TransportError: there is not enough memory.
         """
         self._passes = Passes(secret, rank)
+        check_descriptors()
         sweep_orphans()
         self._segment = Segment.create(nbytes, named=named)
         self._socket: socket.socket | None = None

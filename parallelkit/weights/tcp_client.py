@@ -25,6 +25,7 @@ from parallelkit.errors import (
     UpdateTimeoutError,
 )
 from parallelkit.weights import tcp_wire as w
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.passes import NONCE_BYTES, PASS_BYTES
 from parallelkit.weights.pulls import check_pull
 from parallelkit.weights.regions import Bytes, Span
@@ -81,6 +82,7 @@ class TcpSubscriber:
         if len(key) != PASS_BYTES:
             raise ProtocolError(f"a pass of {len(key)} bytes; it has {PASS_BYTES}")
         check_connections(connections)
+        check_descriptors()
         self._lock = threading.Lock()
         self._owner = 0
         self._stopping = False

@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from parallelkit.errors import TransportError
 from parallelkit.weights import tcp_wire as w
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.passes import Passes
 from parallelkit.weights.tcp_gate import Gate
 
@@ -72,6 +73,10 @@ class TcpPublisher:
             raise TransportError(
                 f"the arena to serve has {self.buffer.nbytes} bytes instead of {nbytes}"
             )
+        check_descriptors()
+        # The first frame that is sent without a copy makes pyzmq import and open things. Here and
+        # now it may fail; later it would take the thread along.
+        zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)
         self.epoch = 0
         self.rank = rank
         self._gate = Gate(self.buffer, Passes(secret, rank), lambda: self.epoch, encrypted=encrypt)
@@ -169,7 +174,7 @@ class TcpPublisher:
     def _send(self, route: bytes, answer: list[Any]) -> None:
         try:
             self._router.send_multipart([route, *answer], zmq.DONTWAIT, copy=False)
-        except zmq.ZMQError:  # gone, or it asks for more and more and reads nothing
+        except (zmq.ZMQError, OSError):  # gone, or it asks for more and more and reads nothing
             self._gate.lost(route)
 
     def _note_ends(self) -> None:

@@ -455,8 +455,8 @@ def test_a_peer_that_says_nothing_keeps_others_waiting_for_a_second_at_most(anon
 def test_one_who_comes_while_the_line_is_full_waits_in_it(anonymous):
     joined = []
     with contextlib.ExitStack() as others:
-        with pytest.raises(BlockingIOError):
-            for _ in range(1000):
+        with contextlib.suppress(BlockingIOError):
+            while True:
                 others.enter_context(connect(anonymous, wait=False))
         one = threading.Thread(
             target=lambda: joined.append(ShmSubscriber(anonymous.offer(), key())), daemon=True
