@@ -163,32 +163,36 @@ def test_a_dropped_subscriber_leaves(bench, transport):
     assert threading.active_count() == threads
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def few_descriptors():
-    """A process that may open few more files."""
+    """Within, this process can open five more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def limit(more):
-        highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + more, hard))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for fd in taken[-5:]:
+            os.close(taken.pop(taken.index(fd)))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_process_that_may_open_nothing_more_is_told_so_and_lives(
-    bench, few_descriptors, transport
-):
+def test_a_process_that_may_open_nothing_more_is_told_so_and_lives(bench, transport):
     """ZeroMQ would end the process."""
     publisher = bench.publish(transport=transport)
     ticket, before = publisher.ticket, len(os.listdir("/proc/self/fd"))
-    few_descriptors(5)
-    with pytest.raises(TransportError, match="cannot open 32 more.*ulimit -n"):
-        publish_weights(sample_model(), transport=transport)
-    with pytest.raises(TransportError, match="cannot open 32 more.*ulimit -n"):
-        subscribe_weights(sample_model(), ticket)
-    few_descriptors(1000)
+    with few_descriptors():
+        with pytest.raises(TransportError, match="cannot open 32 more.*ulimit -n"):
+            publish_weights(sample_model(), transport=transport)
+        with pytest.raises(TransportError, match="cannot open 32 more.*ulimit -n"):
+            subscribe_weights(sample_model(), ticket)
     assert len(os.listdir("/proc/self/fd")) == before
     bench.follow(ticket)
     assert bench.update().version == 1
