@@ -182,7 +182,13 @@ class Exporter:
         return pass_over(self._fetch, side.loads, memory, self.workers, wanted)
 
     def _fetch(self, tensor: int) -> Bytes:
-        data, expected = self._source.host_bytes(tensor), self._parts[tensor]
+        data: object = self._source.host_bytes(tensor)
+        expected = self._parts[tensor]
+        if not isinstance(data, memoryview | np.ndarray):
+            raise ManifestError(
+                f"the source gave a {type(data).__qualname__} for "
+                f"{self.export.manifest.unique[tensor].name!r}; it is a memoryview of bytes"
+            )
         if data.nbytes != expected:
             name = self.export.manifest.unique[tensor].name
             raise ManifestError(

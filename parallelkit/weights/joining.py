@@ -23,7 +23,7 @@ from parallelkit.weights import messages as m
 from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.identity import host_identity
-from parallelkit.weights.manifest import check_exact
+from parallelkit.weights.manifest import Manifest, check_exact, check_manifest
 from parallelkit.weights.moves import needs_of
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan, plan_transfer
@@ -91,7 +91,10 @@ def subscribe_weights(
         raise WeightTransferError(f"partial is {partial!r:.80}; it is True or False")
     decoded = Ticket.decode(ticket)
     sink = _sink_of(target, loader)
-    needs = None if isinstance(sink, LoaderSink) else sink.needs()
+    needs: Manifest | None = None
+    if not isinstance(sink, LoaderSink):
+        needs = sink.needs()
+        check_manifest(needs, sink)
     client = ControlClient(decoded, timeout)
     readers: Readers | None = None
     try:

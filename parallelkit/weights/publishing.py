@@ -16,6 +16,7 @@ from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
 from parallelkit.weights.collective import agree
 from parallelkit.weights.coordinator import Settings
 from parallelkit.weights.endpoint import check_timeout
+from parallelkit.weights.manifest import check_manifest
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.publisher import WeightPublisher
 
@@ -117,6 +118,7 @@ def publish_weights(
         source = _source_of(model)
         what = "a model in parts"
         if not isinstance(source, ShardedSource):
+            check_manifest(source.manifest(), source)
             what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
         mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
         mine += ", keep_last" if keep_last else ""
@@ -130,6 +132,7 @@ def publish_weights(
         raise problem or WeightTransferError("nothing to publish")
     if isinstance(source, ShardedSource):
         source.join(group)
+        check_manifest(source.manifest(), source)
     return WeightPublisher(source, settings, group)
 
 

@@ -13,9 +13,17 @@ import weakref
 import numpy as np
 import pytest
 
-from parallelkit.errors import TicketError, TransportError, WeightTransferError
+from parallelkit.errors import (
+    ManifestError,
+    NeedsError,
+    TicketError,
+    TransportError,
+    WeightTransferError,
+)
 from parallelkit.testing.peer import sample_model
 from parallelkit.weights import publish_weights, subscribe_weights
+from parallelkit.weights.layout import Mesh, ShardLayout
+from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.ticket import TicketOffice
 
 ARRAY = np.zeros(3)  # its truth value and comparisons raise
@@ -212,3 +220,67 @@ def test_a_reply_that_cannot_be_sent_ends_no_thread(bench):
     transport._router = router
     bench.follow()
     assert bench.update().version == 1
+
+
+# --- what sources, sinks and manifests are made of ---------------------------------------------
+
+
+def spec(**fields):
+    return TensorSpec(**{"name": "a", "dtype": "float32", "shape": (2,)} | fields)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: spec(shape=None),
+        lambda: spec(shape=5),
+        lambda: spec(alias_of=[]),
+        lambda: spec(alias_of=5),
+        lambda: spec(layout="x"),
+        lambda: Manifest(None),
+        lambda: Manifest("ab"),
+        lambda: Manifest([None]),
+        lambda: Manifest([spec(), spec()]),
+        lambda: Manifest([spec()], mesh="x"),
+        lambda: Mesh(None, None),
+        lambda: Mesh("x", 5),
+        lambda: ShardLayout(5),
+        lambda: ShardLayout([5]),
+    ],
+)
+def test_whatever_is_no_manifest_is_a_manifest_error(make):
+    with pytest.raises(ManifestError):
+        make()
+
+
+def altered(**methods):
+    """A model in whose class some methods are others."""
+    model = sample_model(1.0)
+    model.__class__ = type("Altered", (type(model),), methods)
+    return model
+
+
+@pytest.mark.parametrize("value", [None, 5, [], "x", Manifest])
+def test_a_source_or_sink_that_gives_no_manifest_is_named(bench, value):
+    with pytest.raises(ManifestError, match="a Altered gave .* in place of a Manifest"):
+        publish_weights(altered(manifest=lambda self: value))
+    publisher = bench.publish()
+    ticket = publisher.ticket
+    with pytest.raises(ManifestError, match="a Altered gave .* in place of a Manifest"):
+        subscribe_weights(altered(needs=lambda self: value), ticket)
+    assert publisher.ticket == ticket, "it was not used up"
+
+
+@pytest.mark.parametrize("value", [None, 5])
+def test_regions_that_are_no_list_are_refused(bench, value):
+    with pytest.raises(NeedsError, match="regions of a Altered are no list"):
+        subscribe_weights(altered(regions=lambda self: value), bench.publish().ticket)
+
+
+@pytest.mark.parametrize("value", [None, 5, b"x", "x"])
+def test_a_source_that_gives_no_memory_names_the_tensor(bench, value):
+    bench.source = altered(host_bytes=lambda self, index: value)
+    bench.publish()
+    bench.follow()
+    with pytest.raises(ManifestError, match=f"gave a {type(value).__name__} for 'body'"):
+        bench.update()
