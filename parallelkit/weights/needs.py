@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -22,6 +22,8 @@ from parallelkit.weights.regions import inside, whole
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 #: The wire form of the table: first elements and extents.
 Rows = list[tuple[list[int], list[int]]]
+#: Rows from the wire, for each unique tensor.
+_MOST_ROWS: Final = 4
 
 
 @attrs.frozen(slots=False, eq=False)
@@ -98,6 +100,14 @@ class Needs:
         Raises:
             NeedsError: they are not regions of the manifest's tensors.
         """
+        tensors = len(manifest.unique)
+        # Before anything is done for each. A table need not be tidy, but not much longer either.
+        if len(which) != tensors or len(regions) > _MOST_ROWS * tensors:
+            raise NeedsError(
+                f"there are {len(regions)} regions for {len(which)} tensors; the manifest has "
+                f"{tensors} unique tensors, each with a region or None, and {_MOST_ROWS} times as "
+                "many rows at most"
+            )
         for number, row in enumerate(regions):
             if len(row) != 2 or any(type(n) is not int for part in row for n in part):
                 raise NeedsError(f"region {number} is {row!r:.200}, not two lists of integers")
