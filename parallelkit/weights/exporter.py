@@ -19,7 +19,6 @@ from parallelkit.weights.buckets import (
     hash_table,
     merged,
     pass_over,
-    shifted,
     wanted_buckets,
 )
 from parallelkit.weights.exports import Export
@@ -49,12 +48,10 @@ class Side:
     def __init__(self, export: Export, needs: Needs) -> None:
         self.plan: TransferPlan = plan_transfer(export.manifest, needs, ranks=(export.rank,))
         buckets = self.plan.of(export.rank)
-        base = export.offsets.tolist()
         self.loads = [
             Load(
                 tuple(
-                    (p.tensor, shifted(p.source, -base[p.tensor]), p.source.offset)
-                    for p in bucket.pieces
+                    (p.tensor, p.cut.source, p.base + p.cut.source.offset) for p in bucket.pieces
                 ),
                 bucket.nbytes,
             )

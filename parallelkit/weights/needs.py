@@ -81,17 +81,19 @@ class Needs:
                 f"rank {rank} of {mesh.size} with {len(layouts)} layouts needs {len(unique)} "
                 "tensors: give one layout for each unique tensor, and a rank of the mesh"
             )
-        seen: dict[tuple[int, tuple[int, ...]], int] = {}
-        table, which = list[Region](), list[int]()
-        for tensor, layout in zip(unique, layouts, strict=True):
-            key = (id(layout), tensor.shape)
-            number = seen.get(key)
-            if number is None:
-                box = _part(layout, mesh, tensor.shape, rank, tensor.name)
-                number = seen[key] = -1 if box is None else len(table)
-                table += [] if box is None else [box]
-            which.append(number)
-        return cls._numbered(table, np.array(which, np.int32))
+        kinds, which = manifest.kinds
+        ids = np.fromiter(map(id, layouts), np.uint64, len(layouts))
+        different = np.unique(ids, return_inverse=True)[1].reshape(-1)
+        keys = different * max(len(kinds), 1) + np.frombuffer(which, np.int32)
+        _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
+        table, places = list[Region](), np.full(len(first), -1, np.int32)
+        for place in np.argsort(first).tolist():  # by tensor, for the first that is wrong
+            tensor = unique[first[place]]
+            box = _part(layouts[first[place]], mesh, tensor.shape, rank, tensor.name)
+            if box is not None:
+                places[place] = len(table)
+                table.append(box)
+        return cls._numbered(table, places[numbers.reshape(-1)])
 
     @classmethod
     def from_wire(cls, manifest: Manifest, regions: Rows, which: Sequence[int | None]) -> Needs:
