@@ -16,10 +16,12 @@ import pytest
 from parallelkit.errors import (
     ManifestError,
     NeedsError,
+    RankMismatchError,
     TicketError,
     TransportError,
     WeightTransferError,
 )
+from parallelkit.testing.meeting import meet, on_ranks
 from parallelkit.testing.peer import sample_model
 from parallelkit.weights import publish_weights, subscribe_weights
 from parallelkit.weights.layout import Mesh, ShardLayout
@@ -43,6 +45,20 @@ def test_choices_are_strings_that_are_known(name, value):
     with pytest.raises(WeightTransferError, match=name) as caught:
         publish_weights(sample_model(), **{name: value})
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "other", [{"encrypt": False}, {"named": True}, {"aliased": True}, {"keep_last": True}]
+)
+def test_ranks_that_give_other_options_are_told(other):
+    def publish(group):
+        return publish_weights(
+            sample_model(), group=group, timeout=10.0, **other if group.rank else {}
+        )
+
+    results = on_ranks(meet(2, timeout=10.0), publish)
+    assert [type(result) for result in results] == [RankMismatchError] * 2
+    assert next(iter(other)) in str(results[0])
 
 
 @pytest.mark.parametrize("value", ["5", b"5", [], {}, ARRAY, True, math.nan, math.inf, -1, 1.5])
