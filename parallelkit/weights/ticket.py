@@ -22,6 +22,8 @@ from parallelkit.errors import TicketError
 PREFIX = "pk1."
 MAX_TICKET_CHARS = 1024
 MAX_MEMBERS = 65536
+#: Tickets that are used up or have expired and are still told from unknown ones, the latest.
+REMEMBERED = 1024
 _NEVER = 1e12  #: seconds; what is longer has no float
 
 
@@ -114,6 +116,7 @@ class TicketOffice:
         self._endpoint = endpoint
         self._server_key = server_key
         self._issued: list[IssuedTicket] = []
+        self._count = 0
         self._lock = threading.Lock()
 
     def issue(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
@@ -137,7 +140,8 @@ class TicketOffice:
             raise TicketError(f"name is {name!r:.80}; it has characters that cannot be printed")
         token = secrets.token_bytes(32)
         with self._lock:
-            number = len(self._issued) + 1
+            self._forget()
+            number = self._count = self._count + 1
             label = name or f"subscriber-{number}"
             labels = {ticket.label for ticket in self._issued}
             while label in labels:
@@ -156,8 +160,8 @@ class TicketOffice:
     def usable(self, number: int) -> bool:
         """Whether nobody used ticket `number` yet and it has not expired."""
         with self._lock:
-            ticket = self._issued[number - 1]
-            return not ticket.joined and not _expired(ticket)
+            found = [t for t in self._issued if t.number == number]
+            return bool(found) and not found[0].joined and not _expired(found[0])
 
     def redeem(self, token: bytes, member: int) -> IssuedTicket:
         """Use a ticket for one member rank.
@@ -170,7 +174,8 @@ class TicketOffice:
             found = [t for t in self._issued if hmac.compare_digest(t.token_hash, hashed)]
             if not found:
                 raise TicketError(
-                    "this publisher issued no such ticket: altered, or of another run"
+                    "this publisher issued no such ticket: altered, of another run, or used or "
+                    "expired long ago"
                 )
             ticket = found[0]
             if _expired(ticket):
@@ -188,6 +193,13 @@ class TicketOffice:
                 )
             ticket.joined.add(member)
             return ticket
+
+    def _forget(self) -> None:
+        """Drop tickets that nobody can use any more, but for the latest, which errors explain."""
+        spent = [t for t in self._issued if len(t.joined) == t.members or _expired(t)]
+        if len(spent) > REMEMBERED:
+            dropped = set(spent[:-REMEMBERED])
+            self._issued = [t for t in self._issued if t not in dropped]
 
 
 def _expired(ticket: IssuedTicket) -> bool:
