@@ -134,7 +134,8 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        there = f"; errors are in {__name__}.errors" if name.endswith(("Error", "Warning")) else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
     value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 parallelkit_api = 1
 
-#: Options of `publish_weights` that are for a transport, and for which.
-_OPTIONS = {"named": "shm", "encrypt": "tcp"}
+#: Options of `publish_weights` that are for a transport, and for which; and of `subscribe_weights`.
+_PUBLISHER = {"named": "shm", "encrypt": "tcp"}
+_SUBSCRIBER = {"connections": "tcp"}
 
 
 @hookimpl
@@ -30,7 +31,10 @@ def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.Publisher
 
     if spec.name not in (shm.NAME, tcp.NAME):
         return None
-    _check_options(spec.options)
+    _check_known("publish_weights", spec.options, _PUBLISHER)
+    for name, value in spec.options.items():
+        if not isinstance(value, bool):
+            raise TransportError(f"option {name} is {value!r:.80}; it is True or False")
     common: dict[str, Any] = {"secret": spec.secret, "rank": spec.rank}
     if spec.name == shm.NAME:
         named = bool(spec.options.get("named", False))
@@ -42,23 +46,24 @@ def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.Publisher
 
 @hookimpl
 def parallelkit_connect_transport(
-    name: str, offer: bytes, key: bytes
+    name: str, offer: bytes, key: bytes, options: Mapping[str, Any]
 ) -> protocols.SubscriberTransport | None:
     from parallelkit.weights import shm, tcp
 
+    if name not in (shm.NAME, tcp.NAME):
+        return None
+    _check_known("subscribe_weights", options, _SUBSCRIBER)
+    connections = tcp.check_connections(options.get("connections", tcp.CONNECTIONS))
     if name == shm.NAME:
         return shm.ShmSubscriber(offer, key)
-    return tcp.TcpSubscriber(offer, key) if name == tcp.NAME else None
+    return tcp.TcpSubscriber(offer, key, connections=connections)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    unknown = sorted(set(options) - set(_OPTIONS))
+def _check_known(function: str, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise TransportError(
-            f"publish_weights has no argument {', '.join(unknown)}, and no transport such an "
-            "option; its arguments are in help(parallelkit.publish_weights), options are: "
-            + ", ".join(f"{name} ({of})" for name, of in _OPTIONS.items())
+            f"{function} has no argument {', '.join(unknown)}, and no transport such an option; "
+            f"its arguments are in help(parallelkit.{function}), options are: "
+            + ", ".join(f"{name} ({of})" for name, of in known.items())
         )
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TransportError(f"option {name} is {value!r}; it is True or False")

@@ -241,6 +241,14 @@ class ManifestMismatchError(WeightTransferError):
         self.differences = tuple(differences)
 
 
+class CoverageError(ManifestMismatchError):
+    """The members of a group together do not keep everything that is published.
+
+    Attributes:
+        differences: one line for each tensor, with the boxes that nobody keeps.
+    """
+
+
 class NeedsError(WeightTransferError):
     """What a member says it keeps cannot be regions of the published tensors."""
 

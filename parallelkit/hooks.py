@@ -10,7 +10,7 @@ answers. Answers are checked: a wrong one is blamed on the plugin, by name and d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -182,7 +182,12 @@ def open_transport(
 
 
 def connect_transport(
-    name: str, offer: bytes, key: bytes, *, manager: PluginManager | None = None
+    name: str,
+    offer: bytes,
+    key: bytes,
+    options: Mapping[str, Any] | None = None,
+    *,
+    manager: PluginManager | None = None,
 ) -> protocols.SubscriberTransport | None:
     """Open the subscriber's end from an offer and a pass; None where nobody has `name`."""
     return _first(
@@ -192,6 +197,7 @@ def connect_transport(
         name=name,
         offer=offer,
         key=key,
+        options=options or {},
     )
 
 

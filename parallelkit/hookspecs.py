@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from parallelkit import graphs, protocols, specs
 
@@ -152,12 +152,13 @@ def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.Publisher
 
 @hookspec(firstresult=True)
 def parallelkit_connect_transport(
-    name: str, offer: bytes, key: bytes
+    name: str, offer: bytes, key: bytes, options: Mapping[str, Any]
 ) -> protocols.SubscriberTransport | None:
     """Open the subscriber's end from one publisher rank's offer. *First result.*
 
     `key` is a pass for this connection. Both came over the authenticated control channel; they
-    are still checked, never unpickled.
+    are still checked, never unpickled. `options` are those of `subscribe_weights`, for all
+    transports: ignore those of others.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -66,6 +67,36 @@ def test_quick_run(name: str, tmp_path: Path):
 def test_the_tables_of_the_readme_are_those_of_the_results():
     done = subprocess.run([sys.executable, FOLDER / "report.py", "--check"], timeout=60)
     assert done.returncode == 0, "run python benchmarks/report.py"
+
+
+def test_the_time_of_an_update_is_reported_as_overhead_and_bandwidth_over_several_sizes():
+    """Either alone says nothing of another model: a rate depends on how large the tensors were."""
+    result = json.loads((FOLDER / "results" / "shm.json").read_text())
+    assert len({row["size"] for row in result["rows"]}) >= 3
+    assert len({row["tensors"] for row in result["rows"]}) >= 3
+    assert result["parameters"]["fits"]
+    for fit in result["parameters"]["fits"]:
+        assert {"fixed ms", "overhead µs", "bandwidth GB/s", "worst error"} <= set(fit)
+
+
+def test_the_fit_finds_the_terms_that_times_were_made_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    fit = importlib.import_module("bench_shm").fit
+    rows = [
+        {
+            "verify": "off",
+            "aliased": True,
+            "tensors": tensors,
+            "nbytes": nbytes,
+            "update ms": 2.0 + tensors * 0.05 + nbytes / 4e6,
+        }
+        for tensors in (1, 300, 18_000)
+        for nbytes in (10**6, 10**8, 10**9)
+    ]
+    found = fit(rows, "off", True)
+    assert found["fixed ms"] == pytest.approx(2.0)
+    assert found["overhead µs"] == pytest.approx(50.0)
+    assert found["bandwidth GB/s"] == pytest.approx(4.0)
 
 
 def quick(name: str, folder: Path) -> dict[str, Any]:

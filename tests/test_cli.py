@@ -136,6 +136,14 @@ class TestDoctor:
         assert report["selections"][0]["winner"] == "fake"
         assert report["sections"][0]["title"] == "fake"
         assert report["orphans"] == []
+        assert report["transports"] == []
+
+    def test_transports_of_weights_are_listed(self, monkeypatch, capsys):
+        manager = PluginManager(environ={}, scan=False)
+        monkeypatch.setattr(loader, "_default", manager)
+        assert [t["name"] for t in doctor.gather()["transports"]] == ["shm", "tcp"]
+        main(["doctor", "--no-self-test"])
+        assert "same host and user" in capsys.readouterr().out
 
     def test_nothing_to_choose(self, monkeypatch, capsys):
         manager = PluginManager(environ={}, scan=False, builtin=False)

@@ -97,6 +97,8 @@ assert isinstance(pk.plan(4), ParallelPlan)
 def test_unknown_name():
     with pytest.raises(AttributeError, match="no attribute 'init'"):
         parallelkit.init  # noqa: B018
+    with pytest.raises(AttributeError, match="errors are in parallelkit.errors"):
+        parallelkit.PeerLostError  # noqa: B018
 
 
 def test_names_are_sorted_and_complete():

@@ -15,10 +15,10 @@ from parallelkit.cli.plugins import plugin_table
 from parallelkit.errors import LaunchError, ParallelKitError
 from parallelkit.explain import Explanation, explain
 from parallelkit.launch import LaunchInfo
-from parallelkit.loader import default_manager
+from parallelkit.loader import PluginManager, default_manager
 from parallelkit.selection import select
 from parallelkit.spawn import spawn_ranks
-from parallelkit.specs import ProbeRequest
+from parallelkit.specs import ProbeRequest, TransportRequest
 
 PACKAGES = (
     "parallelkit",
@@ -80,6 +80,7 @@ def gather(framework: str = "auto") -> dict[str, Any]:
             for a in answers
             for s in a.value
         ],
+        "transports": _transports(manager),
         "orphans": _orphans(),
         "self_test": {},
     }
@@ -119,6 +120,17 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def _transports(manager: PluginManager) -> list[dict[str, Any]]:
+    """List what `publish_weights(transport=)` takes, cheapest first; as seen without a device."""
+    from parallelkit.weights.identity import host_identity
+
+    found = hooks.transports(TransportRequest(publisher=host_identity()), manager=manager)
+    return [
+        {"name": c.name, "reach": c.reach, "reason": c.reason}
+        for c in sorted(found, key=lambda c: (not c.reach, c.cost, c.name))
+    ]
+
+
 def _orphans() -> list[dict[str, str]]:
     """List shared-memory files that a killed publisher left behind."""
     if find_spec("parallelkit.weights.segments") is None:
@@ -151,6 +163,10 @@ def _print(report: dict[str, Any]) -> None:
     for section in report["sections"]:
         title = section["title"] if section["ok"] else f"{section['title']} (not well)"
         out.print(facts(title, section["facts"]))
+    transports = [
+        (t["name"], "yes" if t["reach"] else "no", t["reason"]) for t in report["transports"]
+    ]
+    out.print(table("transports of weights", ("transport", "usable", "reason"), transports))
     if report["orphans"]:
         rows = [(o["path"], o["reason"]) for o in report["orphans"]]
         out.print(table("orphaned shared memory (safe to delete)", ("file", "why"), rows))

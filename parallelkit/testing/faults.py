@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -281,11 +281,13 @@ class Traps:
         return transport
 
     @hookimpl(tryfirst=True)
-    def parallelkit_connect_transport(self, name: str, offer: bytes, key: bytes) -> Any:
+    def parallelkit_connect_transport(
+        self, name: str, offer: bytes, key: bytes, options: Mapping[str, Any]
+    ) -> Any:
         if self._asking:
             return None
         self._fault.at("open")
-        transport = self._ask(lambda: hooks.connect_transport(name, offer, key))
+        transport = self._ask(lambda: hooks.connect_transport(name, offer, key, options))
         return None if transport is None else FaultyTransport(transport, self._fault)
 
     def _ask(self, call: Callable[[], Any]) -> Any:

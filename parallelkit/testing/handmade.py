@@ -53,7 +53,8 @@ def to_publisher(
     if kind == "hello":
         return m.hello(token, member, host_identity(), text[:256], "0")
     if kind == "opened":
-        return m.Opened(session=session, plan_digest=(digests + bytes(16))[:16], kept=None)
+        digest = (digests + bytes(16))[:16]
+        return m.Opened(session=session, plan_digest=digest, kept=None, partial=False)
     if kind == "refused":
         return m.Refused(error="ProtocolError", message=text)
     if kind == "ready":
@@ -62,7 +63,7 @@ def to_publisher(
         return m.Prepared(**update, digests=digests, seconds=0.0)
     if kind in ("committed", "staged"):
         done: dict[str, Any] = {"readback": digests, "staged": kind == "staged"}
-        return m.Committed(**update, **done, pause=0.0, repeated=0)
+        return m.Committed(**update, **done, pause=0.0, repeated=0, live=0, received=1)
     if kind == "failed":
         return m.Failed(**update, phase="transfer", error="RuntimeError", message=text)
     return m.Leave(session=session)
@@ -162,7 +163,7 @@ class HandMade:
         assert self._welcome is not None
         plan = plan_transfer(m.manifest_of(self._welcome))
         self._readers = connect(self._welcome, plan)
-        self.send(m.Opened(session=self.session, plan_digest=plan.digest, kept=None))
+        self.send(m.Opened(session=self.session, plan_digest=plan.digest, kept=None, partial=False))
         return self.hear()
 
     def answer(self, message: m.ToSubscriber) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import attrs
@@ -61,8 +61,18 @@ class Workers:
             self._pool = ThreadPoolExecutor(self.threads, "parallelkit-copy")
         step = -(-count // (4 * self.threads))
         runs = [range(i, min(i + step, count)) for i in range(0, count, step)]
-        done = self._pool.map(lambda run: [call(i) for i in run], runs)
-        return [x for run in done for x in run]
+
+        def some(run: range) -> list[Any]:
+            return [call(i) for i in run]
+
+        jobs = [self._pool.submit(some, run) for run in runs]
+        try:
+            return [x for job in jobs for x in job.result()]
+        except BaseException:  # an interrupt too: none may write any more once this has ended
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
+            raise
 
     def close(self) -> None:
         """End the threads; harmless when repeated."""

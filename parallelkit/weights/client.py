@@ -11,6 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from parallelkit.errors import PeerLostError, StateError, TicketError
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import LAST_WORDS_SECONDS
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.ticket import Ticket
 
 _FAILED_HANDSHAKE = (
@@ -29,6 +30,7 @@ class ControlClient:
     def __init__(self, ticket: Ticket, timeout: float) -> None:
         self.peer = f"publisher at {ticket.endpoint}"  #: as messages and errors name it
         self._timeout = timeout
+        check_descriptors()
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()

@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from parallelkit.errors import ProtocolError, StateError, TicketError, TransportError
 from parallelkit.weights import messages as m
-from parallelkit.weights.endpoint import parse_endpoint
+from parallelkit.weights.endpoint import check_descriptors, parse_endpoint
 
 #: How long the last message of a connection may take to be read.
 LAST_WORDS_SECONDS = 0.2
@@ -112,9 +112,11 @@ class ControlServer:
             timeout: seconds of silence after which a connection counts as lost.
 
         Raises:
-            TransportError: the address is not allowed, does not exist here, or is taken.
+            TransportError: the address is not allowed, does not exist here, or is taken; or this
+                process may open no more files.
         """
         host, port = parse_endpoint(endpoint)
+        check_descriptors()
         public, secret = zmq.curve_keypair()
         self.server_key = public.decode()
         self._context = zmq.Context()

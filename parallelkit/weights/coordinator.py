@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -34,7 +35,7 @@ from parallelkit.weights.orders import (
     raise_failed,
     staged,
 )
-from parallelkit.weights.report import MemberReport, TransferReport
+from parallelkit.weights.report import MemberReport, TransferReport, verified_by_all
 from parallelkit.weights.routes import Post, Routes, describe
 from parallelkit.weights.ticket import TicketOffice
 from parallelkit.weights.truth import Truth, hashed_from_plain
@@ -45,13 +46,6 @@ UNCHANGED_ALARM: Final = 3
 TICKET_SECONDS: Final = 300.0
 #: The wire carries versions below this.
 MAX_VERSION: Final = 2**62
-
-_VERIFIED: Final = {
-    "digest": "verified: every byte, at the source and as received",
-    "readback": "verified: every byte, at the source, as received and in live memory",
-    "sample": "verified: a sixteenth of the bytes, chosen anew each version",
-    "off": "not verified (verify='off')",
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -121,7 +115,7 @@ class Coordinator:
             slots=self._slots,
             timeout=settings.timeout,
             sources=self.routes.sources,
-            version=lambda: self.version,
+            version=_version_of(weakref.ref(self)),
         )
         self.server.start(self.members)
 
@@ -140,10 +134,12 @@ class Coordinator:
         started, clock = time.time(), time.monotonic()
         self.server.check()
         self._dismiss_broken_groups()
-        self.members.begin_update(self.settings.timeout)
         self._source.begin()
         if self.settings.aliased:
             self.exporter.check_adopted()
+        # Not before the model was found good: rounds with members that join late would be dropped,
+        # and begun again at the same epoch.
+        self.members.begin_update(self.settings.timeout)
         update = Update(
             server=self.server,
             table=self.members,
@@ -366,7 +362,7 @@ class Coordinator:
             tensors=len(self.manifest.tensors),
             transport=describe(r.transport for r in members) or self.routes.choice.name,
             verify=self.settings.verify,
-            verified=self._verified() if members else "nothing was sent",
+            verified=verified_by_all(self.settings.verify, self.settings.commit, members),
             phases=update.phases,
             started_at=started,
             members=tuple(members),
@@ -384,10 +380,6 @@ class Coordinator:
                 report=report,
             )
         return report
-
-    def _verified(self) -> str:
-        said = _VERIFIED[self.settings.verify]
-        return said.replace("received", "placed") if self.settings.commit == "in_place" else said
 
     def unchanged_alarm(self) -> str:
         """What to warn of when nothing changes for too long, or ""."""
@@ -422,6 +414,16 @@ class Coordinator:
 
     def _phase(self, name: str) -> None:
         self._phase_hook(name)
+
+
+def _version_of(coordinator: weakref.ref[Coordinator]) -> Callable[[], int]:
+    """Its version. By a weak reference: in a cycle, the model would outlive a closed publisher."""
+
+    def version() -> int:
+        alive = coordinator()
+        return 0 if alive is None else alive.version
+
+    return version
 
 
 def next_version(current: int, asked: int | None) -> int:

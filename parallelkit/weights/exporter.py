@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 import numpy as np
@@ -19,7 +19,6 @@ from parallelkit.weights.buckets import (
     hash_table,
     merged,
     pass_over,
-    shifted,
     wanted_buckets,
 )
 from parallelkit.weights.exports import Export
@@ -49,12 +48,10 @@ class Side:
     def __init__(self, export: Export, needs: Needs) -> None:
         self.plan: TransferPlan = plan_transfer(export.manifest, needs, ranks=(export.rank,))
         buckets = self.plan.of(export.rank)
-        base = export.offsets.tolist()
         self.loads = [
             Load(
                 tuple(
-                    (p.tensor, shifted(p.source, -base[p.tensor]), p.source.offset)
-                    for p in bucket.pieces
+                    (p.tensor, p.cut.source, p.base + p.cut.source.offset) for p in bucket.pieces
                 ),
                 bucket.nbytes,
             )
@@ -101,6 +98,7 @@ class Exporter:
             ManifestError: a tensor has not the bytes that its manifest says.
         """
         todo = list(dict.fromkeys(needs))
+        self._forget(todo)
         found: dict[Needs, Digests] = {}
         memory = self.arena.slot(slot)
         wanted = self._wanted(self._whole, verify, version, self._whole in todo)
@@ -113,6 +111,7 @@ class Exporter:
 
     def hash_arena(self, needs: Sequence[Needs], verify: str, version: int) -> list[Hashed]:
         """Hash what already lies in the arena, where the model itself lives there."""
+        self._forget(needs)
         memory, found = self.arena.slot(0), {}
         for n in dict.fromkeys(needs):
             wanted = self._wanted(n, verify, version, True)
@@ -153,6 +152,15 @@ class Exporter:
             side = self._sides[needs] = Side(self.export, needs)
         return side
 
+    def _forget(self, asked: Collection[Needs]) -> None:
+        """Drop the sides with members that are gone, but what a version is compared with."""
+        stays = {self._whole, *asked}
+        self._sides = {
+            needs: side
+            for needs, side in self._sides.items()
+            if needs in stays or side.committed is not None
+        }
+
     def _wanted(self, needs: Needs, verify: str, version: int, asked: bool) -> list[bool]:
         count = len(self._side(needs).loads)
         if not asked:
@@ -171,7 +179,13 @@ class Exporter:
         return pass_over(self._fetch, side.loads, memory, self.workers, wanted)
 
     def _fetch(self, tensor: int) -> Bytes:
-        data, expected = self._source.host_bytes(tensor), self._parts[tensor]
+        data: object = self._source.host_bytes(tensor)
+        expected = self._parts[tensor]
+        if not isinstance(data, memoryview | np.ndarray):
+            raise ManifestError(
+                f"the source gave a {type(data).__qualname__} for "
+                f"{self.export.manifest.unique[tensor].name!r}; it is a memoryview of bytes"
+            )
         if data.nbytes != expected:
             name = self.export.manifest.unique[tensor].name
             raise ManifestError(

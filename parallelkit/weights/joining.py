@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallelkit import __version__, hooks
@@ -23,13 +23,13 @@ from parallelkit.weights import messages as m
 from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.identity import host_identity
-from parallelkit.weights.manifest import check_exact
+from parallelkit.weights.manifest import Manifest, check_exact, check_manifest
 from parallelkit.weights.moves import needs_of
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.readers import Readers
 from parallelkit.weights.subscriber import WeightSubscriber
-from parallelkit.weights.ticket import Ticket
+from parallelkit.weights.ticket import MAX_MEMBERS, Ticket
 
 
 def subscribe_weights(
@@ -39,6 +39,8 @@ def subscribe_weights(
     member: int = 0,
     timeout: float = 60.0,
     loader: Callable[..., Any] | None = None,
+    partial: bool = False,
+    **options: Any,
 ) -> WeightSubscriber:
     """Let `target` follow a publisher.
 
@@ -55,14 +57,22 @@ def subscribe_weights(
             engine's `module.load_weights`: takes pairs of published name and tensor, may return
             the names that it loaded. It is called once now, on a copy of the target without data,
             and in updates as far as plain copies do not do the same.
+        partial: the target is meant to lack some of what is published. Else what the members of
+            its ticket keep together has to be everything. Of a target that is not in parts
+            (`RegionSink`) nothing may be lacking in any case.
+        options: for transports; `connections=4` makes `tcp` pull over so many connections from
+            each rank of the publisher, 1 to 16 (default 2).
 
     Raises:
         TicketError: malformed, altered, expired, used, or for another member rank.
         ManifestMismatchError: the target needs something else than is published; every difference
             is listed, and the publisher is told. With a loader also: a parameter that it gives no
             value, a published tensor that it makes nothing of.
+        CoverageError: the members of the ticket together lack tensors, or parts of some. The last
+            one gets it here, the others in their next `step()`.
         PeerLostError: nobody listens at the ticket's endpoint, or the publisher went away.
-        TransportError: the publisher's memory cannot be reached from here.
+        TransportError: the publisher's memory cannot be reached from here, or an option is not one
+            of those allowed.
         NeedsError: a `RegionSink` keeps something that is no part of its tensors.
         UpdateTimeoutError: no answer within `timeout`.
         NoBackendError: no plugin knows the target's type.
@@ -75,11 +85,16 @@ def subscribe_weights(
         ...     generate(model)
     """
     check_timeout(timeout)
-    if isinstance(member, bool) or not isinstance(member, int) or member < 0:
-        raise TicketError(f"member is {member!r}; it is a rank within the group, from 0")
+    if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < MAX_MEMBERS:
+        raise TicketError(f"member is {member!r:.80}; it is a rank within the group, from 0")
+    if not isinstance(partial, bool):
+        raise WeightTransferError(f"partial is {partial!r:.80}; it is True or False")
     decoded = Ticket.decode(ticket)
     sink = _sink_of(target, loader)
-    needs = None if isinstance(sink, LoaderSink) else sink.needs()
+    needs: Manifest | None = None
+    if not isinstance(sink, LoaderSink):
+        needs = sink.needs()
+        check_manifest(needs, sink)
     client = ControlClient(decoded, timeout)
     readers: Readers | None = None
     try:
@@ -98,12 +113,14 @@ def subscribe_weights(
             check_exact(published, needs, partial=isinstance(sink, RegionSink))
             kept = needs_of(sink, needs, published)
             plan = plan_transfer(published, kept)
-            readers = connect(welcome, plan)
+            readers = connect(welcome, plan, options)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
         wire = None if kept is None else m.Kept(*kept.to_wire())
-        client.send(m.Opened(session=welcome.session, plan_digest=plan.digest, kept=wire))
+        client.send(
+            m.Opened(session=welcome.session, plan_digest=plan.digest, kept=wire, partial=partial)
+        )
         _expect(client, m.Joined, deadline, timeout)
     except BaseException:
         if readers is not None:
@@ -132,7 +149,9 @@ def _sink_of(target: Any, loader: Callable[..., Any] | None) -> WeightSink:
     return sink
 
 
-def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
+def connect(
+    welcome: m.Welcome, plan: TransferPlan, options: Mapping[str, Any] | None = None
+) -> Readers:
     """Open a transport to every rank of the publisher that this member gets bytes from."""
     sources = {source.rank: source for source in welcome.sources}
     missing = [rank for rank in plan.ranks if rank not in sources]
@@ -141,7 +160,7 @@ def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
     transports: dict[int, SubscriberTransport] = {}
     try:
         for rank in plan.ranks:
-            transports[rank] = _transport(sources[rank], welcome.slots)
+            transports[rank] = _transport(sources[rank], welcome.slots, options or {})
         return Readers(plan, transports, {rank: sources[rank].nbytes for rank in plan.ranks})
     except BaseException:
         for transport in transports.values():
@@ -149,8 +168,8 @@ def connect(welcome: m.Welcome, plan: TransferPlan) -> Readers:
         raise
 
 
-def _transport(source: m.Source, slots: int) -> SubscriberTransport:
-    transport = hooks.connect_transport(source.transport, source.offer, source.key)
+def _transport(source: m.Source, slots: int, options: Mapping[str, Any]) -> SubscriberTransport:
+    transport = hooks.connect_transport(source.transport, source.offer, source.key, options)
     if transport is None:
         raise TransportError(
             f"no plugin installed here has the publisher's transport {source.transport!r}"

@@ -21,12 +21,16 @@ MAX_AXIS_NAME_BYTES: Final = 64
 MAX_RANKS: Final = 1 << 24
 
 
-def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(values)
+def as_tuple(values: Iterable[Any]) -> tuple[Any, ...]:
+    """`values` as a tuple; raises `ManifestError` where they are none."""
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ManifestError(f"{values!r:.80} is given in place of a sequence") from None
 
 
 def _pairs(values: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(pair) for pair in values)
+    return tuple(as_tuple(pair) for pair in as_tuple(values))
 
 
 class Region(NamedTuple):
@@ -58,8 +62,8 @@ class Mesh:
         (8, 1, 2)
     """
 
-    axes: tuple[str, ...] = attrs.field(converter=_tuple)
-    degrees: tuple[int, ...] = attrs.field(converter=_tuple)
+    axes: tuple[str, ...] = attrs.field(converter=as_tuple)
+    degrees: tuple[int, ...] = attrs.field(converter=as_tuple)
 
     @axes.validator
     def _named(self, attribute: object, value: tuple[str, ...]) -> None:

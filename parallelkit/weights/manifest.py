@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 
 from parallelkit.errors import ManifestError, ManifestMismatchError
-from parallelkit.weights.layout import Mesh, ShardLayout
+from parallelkit.weights.layout import Mesh, ShardLayout, as_tuple
 
 #: Allowed dtypes and their size in bytes. Names from the wire are looked up here, nowhere else.
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -41,10 +41,6 @@ MAX_DIMS: Final = 16
 MAX_TENSOR_BYTES: Final = 1 << 46
 #: Pairs of names compared to suggest the nearest; a pair takes about a tenth of a millisecond.
 _HINT_PAIRS: Final = 5_000
-
-
-def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(values)
 
 
 def _is_name(value: object) -> bool:
@@ -82,9 +78,9 @@ class TensorSpec:
 
     name: str = attrs.field()
     dtype: str = attrs.field()
-    shape: tuple[int, ...] = attrs.field(converter=_tuple)
-    alias_of: str | None = None
-    layout: ShardLayout | None = None
+    shape: tuple[int, ...] = attrs.field(converter=as_tuple)
+    alias_of: str | None = attrs.field(default=None)
+    layout: ShardLayout | None = attrs.field(default=None)
     fusion: str | None = attrs.field(default=None)
 
     @name.validator
@@ -93,6 +89,16 @@ class TensorSpec:
             raise ManifestError(
                 f"tensor name {value!r:.80} is not a non-empty string of at most "
                 f"{MAX_NAME_BYTES} bytes"
+            )
+
+    @alias_of.validator
+    @layout.validator
+    def _typed(self, attribute: attrs.Attribute[Any], value: object) -> None:
+        kind = str if attribute.name == "alias_of" else ShardLayout
+        if value is not None and not isinstance(value, kind):
+            raise ManifestError(
+                f"tensor {self.name!r} has {attribute.name} {value!r:.80}; it is a "
+                f"{kind.__name__}, or None"
             )
 
     @fusion.validator
@@ -143,13 +149,15 @@ class Manifest:
         mesh: the publisher's ranks, which layouts refer to; None where there are no layouts.
     """
 
-    tensors: tuple[TensorSpec, ...] = attrs.field(converter=_tuple)
+    tensors: tuple[TensorSpec, ...] = attrs.field(converter=as_tuple)
     mesh: Mesh | None = attrs.field(default=None)
 
     @tensors.validator
     def _consistent(self, attribute: object, value: tuple[TensorSpec, ...]) -> None:
         seen: dict[str, TensorSpec] = {}
         for tensor in value:
+            if not isinstance(tensor, TensorSpec):
+                raise ManifestError(f"{tensor!r:.80} stands in a manifest; it has TensorSpecs only")
             if tensor.name in seen:
                 raise ManifestError(f"tensor name {tensor.name!r} occurs twice in the manifest")
             seen[tensor.name] = tensor
@@ -179,6 +187,8 @@ class Manifest:
 
     @mesh.validator
     def _laid_out(self, attribute: object, value: Mesh | None) -> None:
+        if value is not None and not isinstance(value, Mesh):
+            raise ManifestError(f"the mesh is {value!r:.80}; it is a Mesh, or None")
         checked: set[tuple[ShardLayout, int]] = set()
         for tensor in self.tensors:
             layout, dims = tensor.layout, len(tensor.shape)
@@ -275,6 +285,14 @@ def differences(published: Manifest, needed: Manifest, *, partial: bool = False)
     if _groups(published, both) != _groups(needed, both):
         lines += _alias_lines(published, needed, both)
     return lines
+
+
+def check_manifest(value: object, of: object) -> None:
+    """Raise `ManifestError` unless `value`, said by a source or sink, is a manifest."""
+    if not isinstance(value, Manifest):
+        raise ManifestError(
+            f"a {type(of).__qualname__} gave {value!r:.80} in place of a Manifest of its tensors"
+        )
 
 
 def check_exact(

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import attrs
 
-from parallelkit.errors import NeedsError, ProtocolError, TransportError
+from parallelkit.errors import CoverageError, NeedsError, ProtocolError, TransportError
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import Desk, Inbox, Lost, Received
+from parallelkit.weights.coverage import check_coverage
 from parallelkit.weights.kept import REMEMBERED, Kept
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
@@ -29,6 +30,8 @@ from parallelkit.weights.ticket import IssuedTicket, TicketOffice
 
 Answers = list[tuple[bytes, Any]]
 
+#: Members that are gone and still listed, the latest ones.
+LISTED: Final = 256
 #: Answers of one member that are kept in one update; it needs three.
 MAX_ANSWERS: Final = 16
 
@@ -43,8 +46,9 @@ class Member:
         state: `opening` (welcomed), `joined`, `quarantined`, `lost`, `left` or `refused`.
         version: last committed version, as its acknowledgement said; 0 for none.
         reason: why it is quarantined, lost or refused.
+        partial: whether nobody in its group need keep what the others do not.
         transport: how it reaches the publisher's ranks: `shm`, `tcp`, or both.
-        needs: what it keeps; known once it has joined.
+        needs: what it keeps; known once it has joined, until an update begins after it has gone.
         catching: the version that it is being brought to by itself; decided: whether it may
             have put that in place.
     """
@@ -60,6 +64,7 @@ class Member:
     reason: str = ""
     transport: str = ""
     needs: Needs | None = attrs.field(default=None, repr=False)
+    partial: bool = attrs.field(default=False, repr=False)
     catching: Kept | None = attrs.field(default=None, repr=False)
     decided: bool = attrs.field(default=False, repr=False)
 
@@ -106,12 +111,13 @@ class Members(Desk):
         self._version = version
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
+        self._past: dict[Needs, None] = {}  # kinds of members that are gone, the latest last
         self._told: set[Member] = set()
         self._kept: Kept | None = None
         self._heard: dict[bytes, int] | None = None  # answers to the update under way, by route
 
     def everyone(self) -> list[Member]:
-        """All members that ever joined, by time of joining."""
+        """All members that are here, and the latest that are gone, by time of joining."""
         with self.changed:
             return [m for m in self._all if m.state not in ("opening", "refused")]
 
@@ -168,6 +174,7 @@ class Members(Desk):
         with self.changed:
             here = [x.needs for x in self._all if x.needs is not None and x.present]
             gone = [x.needs for x in reversed(self._all) if x.needs is not None and not x.present]
+            gone += reversed(self._past)
         kinds = dict.fromkeys(here)
         return [*kinds, *(n for n in dict.fromkeys(gone) if n not in kinds)][
             : len(kinds) + REMEMBERED
@@ -201,6 +208,7 @@ class Members(Desk):
                     member.state = "quarantined"
                     member.reason = f"no acknowledgement of version {member.catching.version}"
                 member.catching, member.decided = None, False
+            self._forget()
 
     def mark(
         self, member: Member, state: str, reason: str = "", version: int | None = None
@@ -215,10 +223,12 @@ class Members(Desk):
             self.changed.notify_all()
 
     def settle(self, member: Member, state: str, reason: str, version: int | None) -> None:
-        """As `mark`, unless the member has gone meanwhile: that it is gone stays true."""
+        """As `mark`; of a member that has gone meanwhile only the version that it had reached."""
         with self.changed:
             if member.present:
                 self.mark(member, state, reason, version)
+            elif version is not None:
+                member.version = version
 
     def listen(self) -> None:
         """An update begins: from now on answers are kept for it."""
@@ -251,7 +261,8 @@ class Members(Desk):
             if isinstance(message, m.Opened):
                 return self._open(member, message)
             if isinstance(message, m.Leave):
-                member.state, member.reason = "left", "it closed"
+                if member.state not in ("refused", "lost"):  # which says more
+                    member.state, member.reason = "left", "it closed"
                 self._by_route.pop(route)
                 self.inbox.put(Lost(route))
                 member.catching, member.decided = None, False
@@ -346,9 +357,29 @@ class Members(Desk):
             text = "the two ends computed different transfer plans"
             self._refuse(member, text)
             raise ProtocolError(text)
-        member.state = "joined"
+        member.state, member.partial = "joined", message.partial
+        uncovered = self._uncovered(member)
+        if uncovered:
+            return uncovered
         self.changed.notify_all()
         return [(member.route, m.Joined(version=self._version())), *self._catch_up(member)]
+
+    def _uncovered(self, member: Member) -> Answers:
+        """Refuse a group that is complete now and lacks something; what each of them is told."""
+        group = [member, *self.groupmates(member)]
+        if len(group) < member.ticket.members or any(x.partial for x in group):
+            return []
+        who = f"the {len(group)} members of {member.ticket.label}"
+        try:
+            kept = (x.needs for x in group if x.needs is not None)
+            check_coverage(self._manifest, kept, who if len(group) > 1 else member.name)
+        except CoverageError as error:
+            text = m.clip(str(error), 60000)
+            for x in group:
+                x.catching, x.decided = None, False
+                self._refuse(x, text)
+            return [(x.route, m.Refused(error="CoverageError", message=text)) for x in group]
+        return []
 
     def _catch_up(self, member: Member) -> Answers:
         """Begin to bring a member to the version that is kept, if there is one for its kind."""
@@ -375,10 +406,29 @@ class Members(Desk):
         return [] if step.send is None else [(member.route, step.send)]
 
     def _needs(self, kept: m.Kept | None) -> Needs:
+        """What a member keeps; members that keep the same have one object."""
         if kept is None:
-            return Needs.whole(self._manifest)
-        return Needs.from_wire(self._manifest, kept.regions, kept.which)
+            needs = Needs.whole(self._manifest)
+        else:
+            needs = Needs.from_wire(self._manifest, kept.regions, kept.which)
+        return next((x.needs for x in self._all if x.needs is not None and x.needs == needs), needs)
+
+    def _forget(self) -> None:
+        """Drop what is known of members that are gone, but for names and reasons of the latest."""
+        gone = [x for x in self._all if not x.present and x.state != "opening"]
+        for member in gone:
+            if member.needs is not None:
+                self._past.pop(member.needs, None)
+                self._past[member.needs] = None
+                member.needs = None
+        for needs in list(self._past)[:-REMEMBERED]:
+            del self._past[needs]
+        dropped = set(gone[:-LISTED])
+        self._all = [x for x in self._all if x not in dropped]
+        self._told -= dropped
 
 
 def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")[:200]
+    """The first line; where it announces a list, with the first of the list."""
+    first, *rest = text.splitlines() or [""]
+    return first[:200] + (f" {rest[0].strip()[:200]}" if rest and first.endswith(":") else "")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from parallelkit.errors import (
+    CoverageError,
     ManifestError,
     ManifestMismatchError,
     ProtocolError,
@@ -106,12 +107,13 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 class Opened(_Message, frozen=True, tag="opened"):
     """S to P: the target needs exactly this manifest and keeps this, the transports are connected.
 
-    `kept` None: all of every tensor.
+    `kept` None: all of every tensor. `partial`: nobody in its group need keep the rest.
     """
 
     session: Key
     plan_digest: Key
     kept: Kept | None
+    partial: bool
 
 
 class Joined(_Message, frozen=True, tag="joined"):
@@ -175,7 +177,8 @@ class Commit(_Message, frozen=True, tag="commit"):
 class Committed(_Message, frozen=True, tag="committed"):
     """S to P: in place. `pause` is how long live memory was being written, in seconds.
 
-    `repeated`: buckets that had to be fetched a second time, in place.
+    `repeated`: buckets that had to be fetched a second time, in place. `live`: tensors whose live
+    memory was hashed; `received`: those of which only the bytes as received were.
     """
 
     session: Key
@@ -185,6 +188,8 @@ class Committed(_Message, frozen=True, tag="committed"):
     pause: Seconds
     staged: bool
     repeated: Count
+    live: Count
+    received: Count
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -259,6 +264,7 @@ def clip(text: str, limit: int = 2000) -> str:
 def error_of(message: Refused) -> WeightTransferError:
     """The error to raise for a refusal from the other side."""
     kinds: tuple[type[WeightTransferError], ...] = (
+        CoverageError,
         ManifestMismatchError,
         ProtocolError,
         StateError,

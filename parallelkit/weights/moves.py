@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallelkit.errors import NeedsError
 from parallelkit.protocols import RegionSink, WeightSink
 from parallelkit.weights.buckets import copy_span
 from parallelkit.weights.exports import ALIGNMENT
@@ -41,7 +42,12 @@ def needs_of(sink: WeightSink, needs: Manifest, published: Manifest) -> Needs | 
     """
     if not isinstance(sink, RegionSink):
         return None
-    regions = list(sink.regions())
+    try:
+        regions = list(sink.regions())
+    except TypeError as error:
+        raise NeedsError(
+            f"the regions of a {type(sink).__qualname__} are no list: {error}"
+        ) from error
     order = match(published, needs)
     if len(regions) != len(needs.unique):
         return Needs.of(published, regions)  # which says what is wrong

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -22,6 +22,8 @@ from parallelkit.weights.regions import inside, whole
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 #: The wire form of the table: first elements and extents.
 Rows = list[tuple[list[int], list[int]]]
+#: Rows from the wire, for each unique tensor.
+_MOST_ROWS: Final = 4
 
 
 @attrs.frozen(slots=False, eq=False)
@@ -79,17 +81,19 @@ class Needs:
                 f"rank {rank} of {mesh.size} with {len(layouts)} layouts needs {len(unique)} "
                 "tensors: give one layout for each unique tensor, and a rank of the mesh"
             )
-        seen: dict[tuple[int, tuple[int, ...]], int] = {}
-        table, which = list[Region](), list[int]()
-        for tensor, layout in zip(unique, layouts, strict=True):
-            key = (id(layout), tensor.shape)
-            number = seen.get(key)
-            if number is None:
-                box = _part(layout, mesh, tensor.shape, rank, tensor.name)
-                number = seen[key] = -1 if box is None else len(table)
-                table += [] if box is None else [box]
-            which.append(number)
-        return cls._numbered(table, np.array(which, np.int32))
+        kinds, which = manifest.kinds
+        ids = np.fromiter(map(id, layouts), np.uint64, len(layouts))
+        different = np.unique(ids, return_inverse=True)[1].reshape(-1)
+        keys = different * max(len(kinds), 1) + np.frombuffer(which, np.int32)
+        _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
+        table, places = list[Region](), np.full(len(first), -1, np.int32)
+        for place in np.argsort(first).tolist():  # by tensor, for the first that is wrong
+            tensor = unique[first[place]]
+            box = _part(layouts[first[place]], mesh, tensor.shape, rank, tensor.name)
+            if box is not None:
+                places[place] = len(table)
+                table.append(box)
+        return cls._numbered(table, places[numbers.reshape(-1)])
 
     @classmethod
     def from_wire(cls, manifest: Manifest, regions: Rows, which: Sequence[int | None]) -> Needs:
@@ -98,6 +102,14 @@ class Needs:
         Raises:
             NeedsError: they are not regions of the manifest's tensors.
         """
+        tensors = len(manifest.unique)
+        # Before anything is done for each. A table need not be tidy, but not much longer either.
+        if len(which) != tensors or len(regions) > _MOST_ROWS * tensors:
+            raise NeedsError(
+                f"there are {len(regions)} regions for {len(which)} tensors; the manifest has "
+                f"{tensors} unique tensors, each with a region or None, and {_MOST_ROWS} times as "
+                "many rows at most"
+            )
         for number, row in enumerate(regions):
             if len(row) != 2 or any(type(n) is not int for part in row for n in part):
                 raise NeedsError(f"region {number} is {row!r:.200}, not two lists of integers")

@@ -76,18 +76,26 @@ class Staging:
 
 
 class Kinds:
-    """Numbers for what members keep, so that each kind is told to the other ranks once."""
+    """Numbers for what members keep, so that each kind is told to the other ranks once.
+
+    Both ends know the kinds of the last order alone: those of members that left are forgotten.
+    """
 
     def __init__(self) -> None:
+        self._count = 0
         self._numbers: dict[Needs, int] = {}
         self._told: set[int] = set()
         self._known: dict[int, Needs] = {}
 
     def number(self, needs: Iterable[Needs]) -> tuple[list[int], list[Any]]:
         """Numbers of some kinds, and what the other ranks have to be told of them."""
+        known, self._numbers = self._numbers, {}
         numbers, new = [], []
         for kind in needs:
-            number = self._numbers.setdefault(kind, len(self._numbers))
+            number = known.get(kind)
+            if number is None:
+                number, self._count = self._count, self._count + 1
+            self._numbers[kind] = number
             numbers.append(number)
             if number not in self._told:
                 rows, which = kind.to_wire()
@@ -95,14 +103,15 @@ class Kinds:
         return numbers, new
 
     def told(self, numbers: Iterable[int]) -> None:
-        """The other ranks have heard of these."""
-        self._told.update(numbers)
+        """The other ranks have heard of these, and forget all others."""
+        self._told = set(numbers)
 
     def read(self, manifest: Manifest, staging: Staging) -> list[Needs]:
         """What members of an update keep, as rank 0 told it."""
         for number, rows, which in staging.new:
             boxes = [(list(low), list(size)) for low, size in rows]
             self._known[number] = Needs.from_wire(manifest, boxes, which)
+        self._known = {number: self._known[number] for number in staging.needs}
         return [self._known[number] for number in staging.needs]
 
 

@@ -94,6 +94,7 @@ class Placement:
         self._source: Received | None = None
         self._live: Received | None = None  # what was placed last
         self._fetched = self._placed = b""  # digests: as fetched last, and of what is placed next
+        self._hashed_live = 0  # tensors of which live memory was hashed, of what came last
         self._tables: dict[int, Table] = {}
         self._moves: list[Moves] | None = None
         self._moves_staged: list[Moves] | None = None
@@ -109,6 +110,16 @@ class Placement:
             return self._loading.explain()
         kept = sum(1 for _ in self._kept())
         return f"{kept} tensors, each placed under its own name"
+
+    @property
+    def verified(self) -> tuple[int, int]:
+        """Of how many tensors live memory was hashed, and of how many others what was received.
+
+        Of the version that was placed or staged last; none where nothing is hashed.
+        """
+        if self._verify == "off":
+            return 0, 0
+        return self._hashed_live, sum(1 for _ in self._kept()) - self._hashed_live
 
     def check(self) -> None:
         """Raise if the target is not what it was when it joined; nothing is written."""
@@ -147,7 +158,7 @@ class Placement:
     def keep_staged(self, version: int) -> None:
         """The spare holds `version` now; what was staged before becomes the spare."""
         self._spare, self._staging = self._staging, self._spare
-        self._placed = self._fetched
+        self._placed, self._hashed_live = self._fetched, 0
         self.staged_version = version
 
     def place(self, workers: Workers) -> None:
@@ -197,6 +208,7 @@ class Placement:
             self._sink.write(self._order[tensor], memories[tensor].data)
         self._sink.finish()
         self._placed, self._live = expected, None
+        self._hashed_live = len(memories) - len(indirect)
         loading = self._loading
         if self._verify == "readback" and loading is not None:
             unread = [t for t in memories if not loading.readable(self._order[t])]
@@ -230,6 +242,10 @@ class Placement:
         if bad:
             names, text = self._names(bad)
             raise CorruptionError(f"live memory differs after placement, in {text}", tensors=names)
+        self._hashed_live = sum(
+            loading is None or placed is None or loading.readable(self._order[tensor])
+            for tensor, *_ in self._kept()
+        )
         return to_wire(found, wanted)
 
     def release(self) -> None:
@@ -343,7 +359,7 @@ class Placement:
     def _copy(self, received: Received, workers: Workers) -> None:
         """Copy moves into the sink's live memory, or hand it what it writes itself."""
         moves, memory = received
-        self._live = received
+        self._live, self._hashed_live = received, 0
         pairs: list[tuple[Bytes, Bytes]] = []
         strided: list[tuple[Bytes, Move]] = []
         self._sink.begin()

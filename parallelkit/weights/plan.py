@@ -28,21 +28,39 @@ from parallelkit.weights.regions import Span, distances, intersection, span_alon
 BUCKET_BYTES: Final = 4 << 20
 
 
+class Cut(NamedTuple):
+    """A piece of any tensor of a class: `source` counts from where the rank's part begins."""
+
+    source: Span
+    target: Span
+    nbytes: int
+
+
 class Piece(NamedTuple):
     """A box of one tensor that travels from one rank.
 
     Attributes:
         tensor: index among the manifest's unique tensors.
         rank: whose arena it comes from.
-        source: its bytes in that arena.
-        target: its bytes in the member's memory of what it keeps of the tensor. Both spans list
-            the same elements in the same order.
+        base: where that rank's part of the tensor begins in its arena.
+        cut: which bytes of the part, shared by all tensors of a class.
     """
 
     tensor: int
     rank: int
-    source: Span
-    target: Span
+    base: int
+    cut: Cut
+
+    @property
+    def source(self) -> Span:
+        """Its bytes in the arena of the rank."""
+        offset, run, steps = self.cut.source
+        return Span(self.base + offset, run, steps)
+
+    @property
+    def target(self) -> Span:
+        """Its bytes in the member's memory of what it keeps of the tensor, in the same order."""
+        return self.cut.target
 
 
 class Bucket(NamedTuple):
@@ -54,14 +72,6 @@ class Bucket(NamedTuple):
 
     rank: int
     pieces: tuple[Piece, ...]
-    nbytes: int
-
-
-class _Cut(NamedTuple):
-    """A piece of any tensor of a class: `source` counts from where the rank's part begins."""
-
-    source: Span
-    target: Span
     nbytes: int
 
 
@@ -108,7 +118,7 @@ class TransferPlan:
         Pieces follow the manifest, except that tensors of a fusion group come together, where the
         first of them is.
         """
-        cuts: list[list[_Cut]] = [[] for _ in self._pairs]
+        cuts: list[list[Cut]] = [[] for _ in self._pairs]
         for number, box in self._shares.get(rank, {}).items():
             cuts[number] = self._cuts(number, rank, box)
         tensors = self._order[np.array([bool(c) for c in cuts], bool)[self._classes[self._order]]]
@@ -116,9 +126,9 @@ class TransferPlan:
         rows = list(zip(tensors.tolist(), self._classes[tensors].tolist(), offsets, strict=True))
         new = tuple.__new__  # half the time of Piece(...), and there may be a million
         pieces = [
-            new(Piece, (tensor, rank, new(Span, (base + first, run, steps)), target))
+            new(Piece, (tensor, rank, base, cut))
             for tensor, number, base in rows
-            for (first, run, steps), target, _ in cuts[number]
+            for cut in cuts[number]
         ]
         sizes = [nbytes for _, number, _ in rows for _, _, nbytes in cuts[number]]
         ends = self._units(rows, cuts) if self._fused else range(1, len(pieces) + 1)
@@ -194,7 +204,7 @@ class TransferPlan:
         """Unique tensors in the order in which they travel."""
         return np.argsort(self._groups, kind="stable").astype(np.int32)
 
-    def _units(self, rows: Sequence[tuple[int, int, int]], cuts: Sequence[list[_Cut]]) -> list[int]:
+    def _units(self, rows: Sequence[tuple[int, int, int]], cuts: Sequence[list[Cut]]) -> list[int]:
         """Where each run of pieces that may not be parted ends; `rows` name tensor and class."""
         ends, last = list[int](), -1
         for tensor, number, _ in rows:
@@ -209,7 +219,7 @@ class TransferPlan:
             last = group
         return ends
 
-    def _cuts(self, number: int, rank: int, box: Region) -> list[_Cut]:
+    def _cuts(self, number: int, rank: int, box: Region) -> list[Cut]:
         """The pieces of any tensor of a class from one rank."""
         kind, kept = self._pairs[number]
         part = handed_out(self.manifest, kind, rank)
@@ -271,7 +281,7 @@ def _packed(
 
 def _cut_up(
     box: Region, part: Region, kept: Region, itemsize: int, limit: int | None
-) -> Iterator[_Cut]:
+) -> Iterator[Cut]:
     """Cut a box into pieces of at most `limit` bytes, along its slowest dims.
 
     Dims that are one run on both sides count as one, so that what is contiguous on both sides is
@@ -311,9 +321,9 @@ def _merged(
     return axes[::-1]
 
 
-def _cut(axes: Sequence[tuple[int, int, int]], source: int, target: int, itemsize: int) -> _Cut:
+def _cut(axes: Sequence[tuple[int, int, int]], source: int, target: int, itemsize: int) -> Cut:
     counts = [n for n, _, _ in axes]
-    return _Cut(
+    return Cut(
         span_along(source, [a for _, a, _ in axes], counts, itemsize),
         span_along(target, [b for _, _, b in axes], counts, itemsize),
         itemsize * math.prod(counts),

@@ -15,6 +15,7 @@ from parallelkit.errors import (
     RankMismatchError,
     StateError,
     UnsupportedFeatureError,
+    WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
 from parallelkit.weights.collective import Crew, Message, pack_error, unpack_error
@@ -25,6 +26,7 @@ from parallelkit.weights.coordinator import (
     WeightsUnchangedWarning,
     next_version,
 )
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.exports import explain_exports, exporting_ranks
 from parallelkit.weights.members import Member
 from parallelkit.weights.plan import TransferPlan, plan_transfer
@@ -108,7 +110,10 @@ class WeightPublisher:
 
     @property
     def members(self) -> list[Member]:
-        """Everyone who joined, present or not, with state and version. Rank 0 only."""
+        """Everyone who is here, and the latest 256 who are gone, with state and version.
+
+        Rank 0 only.
+        """
         return self._here("members").members.everyone()
 
     def wait(self, members: int = 1, timeout: float | None = None) -> None:
@@ -120,9 +125,15 @@ class WeightPublisher:
             UpdateTimeoutError: after `timeout` seconds (default: the publisher's), on every rank;
                 the message names who is there.
             PeerLostError: (ranks other than 0) rank 0 is gone.
+            WeightTransferError: an argument is no such number; at most a week.
         """
         self._check_open("wait")
+        if isinstance(members, bool) or not isinstance(members, int) or members < 0:
+            raise WeightTransferError(
+                f"members is {members!r:.80}; it is how many member ranks to wait for, from 0"
+            )
         seconds = self._settings.timeout if timeout is None else timeout
+        check_timeout(seconds, zero=True)
         self._collectively(lambda: self._here("wait").wait(members, seconds), seconds)
 
     def update(self, version: int | None = None) -> TransferReport:
@@ -135,6 +146,9 @@ class WeightPublisher:
         Args:
             version: the new version's number, above the last; default one more. The number of a
                 failed update can be used again.
+
+        Returns:
+            What was done, the same on every rank. A report without `members`: nobody followed.
 
         Raises:
             UpdateAbortedError: nothing changed anywhere; `failures` and `__cause__` say why: a
@@ -195,8 +209,11 @@ class WeightPublisher:
     def drop(self, name: str) -> None:
         """Let a member go by its name, so that later updates do not wait for it. Rank 0 only.
 
+        Args:
+            name: all of it, as in `members`, reports and `UpdateAbortedError.failures`.
+
         Raises:
-            StateError: there is no such member.
+            StateError: there is no such member, or it has gone already.
         """
         coordinator = self._here("drop")
         for member in coordinator.members.everyone():

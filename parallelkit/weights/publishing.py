@@ -9,12 +9,14 @@ from parallelkit.errors import (
     GroupError,
     NoBackendError,
     NotInitializedError,
+    TransportError,
     WeightTransferError,
 )
 from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
 from parallelkit.weights.collective import agree
 from parallelkit.weights.coordinator import Settings
 from parallelkit.weights.endpoint import check_timeout
+from parallelkit.weights.manifest import check_manifest
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.publisher import WeightPublisher
 
@@ -53,8 +55,10 @@ def publish_weights(
             fetched once more, and then that member is quarantined. `"auto"` is staged.
         verify: `"digest"` hashes every bucket at the source and as received; `"readback"` hashes
             live memory too, after placement; `"sample"` a sixteenth of the buckets; `"off"`.
-        endpoint: address of the control channel, `"address:port"`; port 0 takes a free one. Default
-            loopback. Addresses that mean all interfaces are refused.
+        endpoint: address of the control channel, `"10.0.0.5:0"` or `"[fd00::2]:0"`: that of the
+            interface to listen on; port 0 takes a free one. Default loopback, for members of this
+            host; with another address `"auto"` opens `tcp` too. Addresses that mean all interfaces
+            are refused.
         timeout: seconds for each half of an update (until the decision, and after it), for joining,
             and for noticing a silent peer.
         aliased: let the model's tensors live in the transport's memory, which saves the copy into
@@ -88,7 +92,7 @@ def publish_weights(
         raise GroupError(f"group is a {type(group).__qualname__}; it is a process group, or None")
     settings = Settings(
         transport=transport,
-        commit="staged" if commit == "auto" else commit,
+        commit="staged" if isinstance(commit, str) and commit == "auto" else commit,
         verify=verify,
         aliased=aliased,
         keep_last=keep_last,
@@ -102,6 +106,10 @@ def publish_weights(
         _check_choice("verify", verify, VERIFY)
         _check_choice("commit", commit, COMMIT)
         check_timeout(timeout)
+        if not isinstance(transport, str):
+            raise TransportError(f"transport is {transport!r:.80}; it is 'auto' or a name")
+        _check_flag("aliased", aliased)
+        _check_flag("keep_last", keep_last)
         if keep_last and aliased:
             raise WeightTransferError(
                 "keep_last=True with aliased=True: the model lives in the arena, where the last "
@@ -110,9 +118,12 @@ def publish_weights(
         source = _source_of(model)
         what = "a model in parts"
         if not isinstance(source, ShardedSource):
+            check_manifest(source.manifest(), source)
             what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
         mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
         mine += ", keep_last" if keep_last else ""
+        mine += ", aliased" if aliased else ""
+        mine += "".join(f", {key}={value!r:.80}" for key, value in sorted(options.items()))
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:
@@ -121,6 +132,7 @@ def publish_weights(
         raise problem or WeightTransferError("nothing to publish")
     if isinstance(source, ShardedSource):
         source.join(group)
+        check_manifest(source.manifest(), source)
     return WeightPublisher(source, settings, group)
 
 
@@ -149,5 +161,10 @@ def _current_group() -> ProcessGroup | None:
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise WeightTransferError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise WeightTransferError(f"{name} is {value!r:.80}; allowed are {', '.join(allowed)}")
+
+
+def _check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise WeightTransferError(f"{name} is {value!r:.80}; it is True or False")

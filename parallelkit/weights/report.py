@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import attrs
 
 MemberState = Literal["committed", "staged", "old", "quarantined", "lost"]
+
+_VERIFIED: Final = {
+    "digest": "verified: every byte, at the source and as received",
+    "readback": "verified: every byte, at the source, as received and in live memory",
+    "sample": "verified: a sixteenth of the bytes, chosen anew each version",
+    "off": "not verified (verify='off')",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +33,9 @@ class MemberReport:
         transport: how its bytes came: `shm`, `tcp`, or `shm+tcp` from several ranks.
         sources: pairs of a publisher rank and the bytes that it got from there.
         repeated: buckets that it had to fetch a second time, in place.
+        live_tensors: tensors of which live memory was hashed, after they were placed.
+        staged_tensors: tensors of which the bytes were hashed as received only. They are copied
+            from there, or a loader made something else of them that cannot be read back.
     """
 
     name: str
@@ -36,6 +47,18 @@ class MemberReport:
     transport: str = ""
     sources: tuple[tuple[int, int], ...] = ()
     repeated: int = 0
+    live_tensors: int = 0
+    staged_tensors: int = 0
+
+    @property
+    def verified(self) -> str:
+        """What was hashed: `live memory`, `staged bytes`, both (of how many), or `nothing`."""
+        if self.live_tensors and self.staged_tensors:
+            total = self.live_tensors + self.staged_tensors
+            return f"live memory; staged bytes for {self.staged_tensors} of {total} tensors"
+        if self.live_tensors:
+            return "live memory"
+        return "staged bytes" if self.staged_tensors else "nothing"
 
     @property
     def nbytes(self) -> int:
@@ -51,9 +74,14 @@ class TransferReport:
         version: the version committed.
         nbytes: bytes of the unique tensors; tensors: how many names, aliases included.
         transport, verify: as used.
-        verified: what the digests covered, in words.
-        phases: seconds by phase, in order: `look` (at the model), `begin`, `stage`, `meet` (waiting
-            for the other ranks of the publisher), `ready`, `digest`, `verify`, `commit`.
+        verified: what the digests covered for every member, in words; each member says its own.
+        phases: seconds by phase at the publisher, in order; they follow each other, and `seconds`
+            is their sum. `look` at the model; `begin` is sent; `stage`: copying into the arena
+            and hashing; `meet`: waiting for the other ranks of the publisher; `ready`: waiting
+            for members to call `step()`; `digest`: hashing the source, where `stage` did not;
+            `verify`: waiting for members to fetch (unless in place) and hash, and comparing;
+            `commit`: waiting for them to put it in place. `stage`, `meet` and `digest` are there
+            only where they took place.
         started_at: Unix time of the start, in seconds.
         members: every member that took part.
         changed_ratio: share of the bytes in buckets whose digest differs from the last committed
@@ -85,8 +113,8 @@ class TransferReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Payload over wall time, 10^9 bytes a second, to each member."""
-        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+        """Payload over wall time, 10^9 bytes a second, to each member; 0 if there was none."""
+        return self.nbytes / self.seconds / 1e9 if self.members and self.seconds > 0 else 0.0
 
     @property
     def pause_seconds(self) -> float:
@@ -102,7 +130,8 @@ class TransferReport:
         """Plain values, derived ones included."""
         return attrs.asdict(self) | {
             "members": [
-                attrs.asdict(m) | {"sources": [list(pair) for pair in m.sources]}
+                attrs.asdict(m)
+                | {"sources": [list(pair) for pair in m.sources], "verified": m.verified}
                 for m in self.members
             ],
             "moved_bytes": self.moved_bytes,
@@ -117,7 +146,11 @@ class TransferReport:
         return json.dumps(self.to_dict())
 
     def to_chrome_trace(self) -> str:
-        """JSON for chrome://tracing or Perfetto: the phases, and each member's parts."""
+        """JSON for chrome://tracing or Perfetto: the phases, and each member's parts.
+
+        Each update begins at 0. Of a member only durations are known, by its own clock; they are
+        drawn as if they ended with the phases `verify` and `commit`.
+        """
         events, clock = [], 0.0
         ends = {}
         for name, seconds in self.phases.items():
@@ -134,14 +167,15 @@ class TransferReport:
 
     def __str__(self) -> str:
         changed = "" if self.changed_ratio is None else f", {self.changed_ratio:.0%} changed"
+        how = f" ({self.gigabytes_per_second:.2f} GB/s) by {self.transport}" if self.members else ""
         lines = [
             f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.tensors} "
-            f"tensors, {self.seconds * 1e3:.1f} ms ({self.gigabytes_per_second:.2f} GB/s) by "
-            f"{self.transport}{changed}; {self.verified}",
+            f"tensors, {self.seconds * 1e3:.1f} ms{how}{changed}; {self.verified}",
             "  " + "  ".join(f"{name} {s * 1e3:.1f} ms" for name, s in self.phases.items()),
         ]
         lines += [
             f"  {member.name}: {member.state}, version {member.version}, "
+            f"verified: {member.verified}, "
             f"pause {member.pause_seconds * 1e3:.1f} ms{_where_from(member)}"
             + (f" ({member.reason})" if member.reason else "")
             for member in self.members
@@ -149,16 +183,36 @@ class TransferReport:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
+def verified_by_all(verify: str, commit: str, members: Sequence[MemberReport]) -> str:
+    """Say what holds of every byte of every member that has the version.
+
+    Args:
+        verify, commit: as used.
+        members: all that took part.
+    """
+    if not members:
+        return "nothing was sent"
+    said, live = _VERIFIED[verify], not any(member.staged_tensors for member in members)
+    if verify == "readback" and not live:
+        return f"{_VERIFIED['digest']}; live memory where a member says so"
+    if verify in ("digest", "readback") and commit == "in_place" and live:
+        return said.replace("received", "placed")
+    return said
+
+
 def report_from_dict(data: dict[str, Any]) -> TransferReport:
     """Rebuild a report from `to_dict`, as trainer ranks other than 0 receive it."""
     names = {a.name for a in attrs.fields(TransferReport)}
     fields = {name: value for name, value in data.items() if name in names}
-    fields["members"] = tuple(
-        MemberReport(**member | {"sources": tuple(tuple(pair) for pair in member["sources"])})
-        for member in fields["members"]
-    )
+    fields["members"] = tuple(_member_from_dict(member) for member in fields["members"])
     fields["notes"] = tuple(fields["notes"])
     return TransferReport(**fields)
+
+
+def _member_from_dict(data: dict[str, Any]) -> MemberReport:
+    fields = {a.name: data[a.name] for a in attrs.fields(MemberReport)}
+    fields["sources"] = tuple(tuple(pair) for pair in fields["sources"])
+    return MemberReport(**fields)
 
 
 def _where_from(member: MemberReport) -> str:

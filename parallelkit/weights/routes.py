@@ -107,14 +107,25 @@ class Routes:
         return found
 
     def explain(self) -> list[str]:
-        """Which transports there are, and why."""
+        """Which transports are open, and why the others are not."""
         opened = self.names()
         lines = [f"transport {self.choice.name}: {self.choice.reason}"]
         return lines + [
-            f"  {'for other members: ' if c.name in opened else 'not '}{c.name}: {c.reason}"
+            f"  for other members: {c.name}: {c.reason}"
+            if c.name in opened
+            else f"  not {c.name}: {self._why_closed(c)}"
             for c in self.candidates
             if c is not self.choice
         ]
+
+    def _why_closed(self, candidate: TransportCandidate) -> str:
+        if not candidate.reach:
+            return candidate.reason
+        if self._wanted != "auto":
+            return f"transport={self._wanted!r} was asked for"
+        if candidate.name == "tcp":
+            return "listens on loopback, which is this host; endpoint= takes a network's address"
+        return f"{candidate.reason}; {self.choice.name} costs less"
 
     def _route(self, post: Post, peer: HostIdentity) -> str:
         reasons = []
@@ -143,7 +154,7 @@ class Routes:
             if candidate.name == self._wanted or (self._wanted == "auto" and candidate.reach):
                 return candidate
         raise TransportError(
-            f"transport {self._wanted!r} is not to be had here; there are: {known}"
+            f"transport {self._wanted!r:.80} is not to be had here; there are: {known}"
         )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from parallelkit.errors import EpochError, ProtocolError, TransportError
 from parallelkit.specs import TransportCandidate, TransportRequest
 from parallelkit.weights.buckets import as_bytes
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.passes import PASS_BYTES, Passes
 from parallelkit.weights.pulls import check_pull
 from parallelkit.weights.regions import Bytes, Span, view
@@ -77,6 +78,7 @@ class ShmPublisher:
             TransportError: there is not enough memory.
         """
         self._passes = Passes(secret, rank)
+        check_descriptors()
         sweep_orphans()
         self._segment = Segment.create(nbytes, named=named)
         self._socket: socket.socket | None = None
@@ -197,7 +199,7 @@ def _fetch(offer: _Offer, key: bytes) -> int:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.settimeout(_SOCKET_SECONDS)
-            peer.connect("\0" + offer.socket)
+            _connect(peer, "\0" + offer.socket)
             peer.send(key)
             data, ancillary, *_ = peer.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -211,6 +213,18 @@ def _fetch(offer: _Offer, key: bytes) -> int:
             os.close(fd)
         raise TransportError("the publisher refused to hand over its segment")
     return fds[0]
+
+
+def _connect(peer: socket.socket, address: str) -> None:
+    """Connect; while too many others wait in line, the kernel does not let us wait, too."""
+    deadline = time.monotonic() + _SOCKET_SECONDS
+    while True:
+        try:
+            return peer.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
 
 
 def _open_named(text: str) -> int:

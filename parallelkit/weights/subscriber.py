@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -19,14 +19,15 @@ from parallelkit.errors import (
     StateError,
     UpdateAbortedError,
     UpdateTimeoutError,
-    WeightTransferError,
     WrongThreadError,
 )
 from parallelkit.weights import messages as m
 from parallelkit.weights.buckets import Workers
 from parallelkit.weights.client import ControlClient
+from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.rounds import Round, Superseded, Talk
+from parallelkit.weights.writers import Writer
 
 #: Name of the thread that `serve` starts: it touches no framework, nor may a sink called in it.
 SERVE_THREAD: Final = "parallelkit-subscriber"
@@ -58,6 +59,7 @@ class WeightSubscriber:
         self._version = 0
         self._doubt = ""  # the outcome of an update is unknown, or its bytes never came
         self._torn = ""  # live memory was written in part
+        self._writer = Writer(self.name)
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -70,6 +72,9 @@ class WeightSubscriber:
         self._error: BaseException | None = None
         # Guards what the thread staged; never held while live memory is used.
         self._staged = threading.Condition()
+        self._finalizer = weakref.finalize(
+            self, _free, self._talk, client, placement, self._workers, self._pid
+        )
 
     @property
     def version(self) -> int:
@@ -81,9 +86,14 @@ class WeightSubscriber:
         """`waiting`, `current`, `quarantined` or `closed`."""
         if self._closed:
             return "closed"
-        if self._doubt or self._torn:
+        if self._trouble:
             return "quarantined"
         return "current" if self._version else "waiting"
+
+    @property
+    def _trouble(self) -> str:
+        """Why nobody can vouch for the live weights."""
+        return self._doubt or self._torn or self._writer.displaced
 
     def step(self, timeout: float | None = None) -> int:
         """Take part in one update and put it in place; returns the live version.
@@ -101,17 +111,18 @@ class WeightSubscriber:
             PeerLostError: the publisher is gone. If the decision was already due, this subscriber
                 cannot know it and is quarantined.
             QuarantinedError: placing failed after the decision.
-            StateError: after close, or inside `with use()`.
+            StateError: after close, inside `with use()`, or while another thread is in `step`.
+            WeightTransferError: `timeout` is no number of seconds, or more than a week.
         """
         self._check("step")
         if self._using:
             raise StateError("step() inside `with subscriber.use()`: leave the block first")
         seconds = self._timeout if timeout is None else timeout
-        if not 0 <= seconds < math.inf:
-            raise WeightTransferError(f"timeout is {timeout!r}; it is a number of seconds from 0")
+        check_timeout(seconds, zero=True)
         deadline = time.monotonic() + seconds
         if self._thread is not None:
             return self._step_staged(deadline, seconds)
+        self._refuse_while_stepping("step")
         self._stepping = True
         try:
             return self._step(deadline, seconds)
@@ -140,9 +151,13 @@ class WeightSubscriber:
         The live weights change only in `step()` or on entering `use()`, in the caller's thread, so
         this thread touches no framework. Costs twice the bytes of the model in memory. Errors of
         the thread are raised by the next `step`; the loss of the publisher by each.
+
+        Raises:
+            StateError: after close, or while another thread is in `step`.
         """
         self._check("serve")
         if self._thread is None:
+            self._refuse_while_stepping("serve")
             self._placement.allocate_staging()
             self._thread = threading.Thread(target=self._serve, name=SERVE_THREAD, daemon=True)
             self._thread.start()
@@ -180,7 +195,8 @@ class WeightSubscriber:
     def close(self) -> None:
         """Leave. The target keeps its weights. Harmless when repeated.
 
-        From a signal handler or another thread during `step()`, that call ends first.
+        From a signal handler or another thread during `step()`, that call ends first. A subscriber
+        that is dropped, or open at exit, closes by itself.
         """
         if self._closed:
             return
@@ -197,12 +213,9 @@ class WeightSubscriber:
         if self._thread is not None:
             self._thread.join(self._timeout + 10.0)
             with self._staged:
+                self._error = None  # its traceback holds this object
                 self._staged.notify_all()  # a step that waits for the thread, elsewhere
-        self._talk.leave()
-        self._client.close()
-        self._placement.release()
-        self._placement.readers.close()
-        self._workers.close()
+        self._finalizer()
 
     def __enter__(self) -> WeightSubscriber:
         return self
@@ -309,6 +322,7 @@ class WeightSubscriber:
         else:
             started = time.monotonic()
             self._torn = f"version {update.version} is half in place"
+            self._writer.writes(self._placement.module)
             if self._in_place:
                 self._placement.place_fetched(update.fetch(), expected, self._workers)
             else:
@@ -319,6 +333,7 @@ class WeightSubscriber:
                 readback = self._placement.readback(update.version, self._workers)
             self._doubt = self._torn = ""
             self._version = update.version
+        live, received = self._placement.verified
         answer: m.Committed = self._talk.answer(
             m.Committed,
             update,
@@ -326,6 +341,8 @@ class WeightSubscriber:
             pause=pause,
             staged=staged,
             repeated=self._placement.repeated,
+            live=live,
+            received=received,
         )
         return answer
 
@@ -344,8 +361,10 @@ class WeightSubscriber:
                 self._torn = before
                 raise
             except BaseException as error:
+                self._writer.writes(self._placement.module)
                 self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
                 raise QuarantinedError(self._torn) from error
+            self._writer.writes(self._placement.module)
             self._torn = ""
             self._version = version
 
@@ -393,11 +412,19 @@ class WeightSubscriber:
         deadline = time.monotonic() + update.timeout
         self._placement.readers.check_epoch(update.epoch, update.version, deadline)
 
+    def _refuse_while_stepping(self, what: str) -> None:
+        """One thread at a time hears the publisher, or each would miss what the other heard."""
+        if self._stepping:
+            raise StateError(
+                f"{what}() while step() waits in another thread: one thread follows the "
+                "publisher; wait for that call, or let serve() run from the beginning"
+            )
+
     def _refuse_if_quarantined(self) -> None:
-        if self._doubt or self._torn:
+        if self._trouble:
             raise QuarantinedError(
-                f"{self.name} is quarantined and serves nothing: {self._doubt or self._torn}. The "
-                "next update that commits brings it back"
+                f"{self.name} is quarantined and serves nothing: {self._trouble}. The next update "
+                "that commits brings it back"
             )
 
     def _check(self, what: str) -> None:
@@ -405,3 +432,14 @@ class WeightSubscriber:
             raise StateError(f"{what}() after close(): subscribe again with a new ticket")
         if self._pid != os.getpid():
             raise StateError(f"{what}() in a forked child: a subscriber belongs to one process")
+
+
+def _free(
+    talk: Talk, client: ControlClient, placement: Placement, workers: Workers, pid: int
+) -> None:
+    if pid == os.getpid():
+        talk.leave()
+        client.close()
+        placement.release()
+        placement.readers.close()
+        workers.close()

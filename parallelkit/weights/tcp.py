@@ -11,10 +11,18 @@ import ipaddress
 from typing import Final
 
 from parallelkit.specs import TransportCandidate, TransportRequest
-from parallelkit.weights.tcp_client import TcpSubscriber
+from parallelkit.weights.tcp_client import CONNECTIONS, TcpSubscriber, check_connections
 from parallelkit.weights.tcp_server import NAME, TcpPublisher
 
-__all__ = ["NAME", "SECONDS_PER_GB", "TcpPublisher", "TcpSubscriber", "candidate"]
+__all__ = [
+    "CONNECTIONS",
+    "NAME",
+    "SECONDS_PER_GB",
+    "TcpPublisher",
+    "TcpSubscriber",
+    "candidate",
+    "check_connections",
+]
 
 SECONDS_PER_GB: Final = 2.0
 

@@ -25,6 +25,7 @@ from parallelkit.errors import (
     UpdateTimeoutError,
 )
 from parallelkit.weights import tcp_wire as w
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.passes import NONCE_BYTES, PASS_BYTES
 from parallelkit.weights.pulls import check_pull
 from parallelkit.weights.regions import Bytes, Span
@@ -80,10 +81,8 @@ class TcpSubscriber:
         self.peer = peer_of(self._offer)  #: as errors name it
         if len(key) != PASS_BYTES:
             raise ProtocolError(f"a pass of {len(key)} bytes; it has {PASS_BYTES}")
-        if type(connections) is not int or not 1 <= connections <= w.MAX_CONNECTIONS:
-            raise TransportError(
-                f"connections is {connections!r}; allowed are 1 to {w.MAX_CONNECTIONS}"
-            )
+        check_connections(connections)
+        check_descriptors()
         self._lock = threading.Lock()
         self._owner = 0
         self._stopping = False
@@ -278,6 +277,13 @@ class TcpSubscriber:
             raise EpochError(
                 f"{self.peer} is at epoch {found}, not {expected}: what was pulled is void"
             )
+
+
+def check_connections(value: Any) -> int:
+    """Raise `TransportError` unless `value` is a number of connections; returns it."""
+    if type(value) is not int or not 1 <= value <= w.MAX_CONNECTIONS:
+        raise TransportError(f"connections is {value!r:.80}; allowed are 1 to {w.MAX_CONNECTIONS}")
+    return value
 
 
 def _parts(spans: Sequence[Span], into: Sequence[Bytes], size: int) -> Iterator[_Part]:

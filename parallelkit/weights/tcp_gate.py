@@ -72,6 +72,12 @@ class Gate:
         self._lines: dict[bytes, _Line] = {}
         self._sessions: dict[bytes, _Session] = {}
 
+    def forget(self) -> None:
+        """Answer nobody any more, and let go of the arena."""
+        self._lines.clear()
+        self._sessions.clear()
+        self._arena = memoryview(b"")
+
     def known(self, route: bytes) -> bool:
         """Whether the connection has shown a pass or a session."""
         return route in self._lines

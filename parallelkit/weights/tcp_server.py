@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from parallelkit.errors import TransportError
 from parallelkit.weights import tcp_wire as w
+from parallelkit.weights.endpoint import check_descriptors
 from parallelkit.weights.passes import Passes
 from parallelkit.weights.tcp_gate import Gate
 
@@ -72,6 +73,10 @@ class TcpPublisher:
             raise TransportError(
                 f"the arena to serve has {self.buffer.nbytes} bytes instead of {nbytes}"
             )
+        check_descriptors()
+        # The first frame that is sent without a copy makes pyzmq import and open things. Here and
+        # now it may fail; later it would take the thread along.
+        zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)
         self.epoch = 0
         self.rank = rank
         self._gate = Gate(self.buffer, Passes(secret, rank), lambda: self.epoch, encrypted=encrypt)
@@ -89,6 +94,7 @@ class TcpPublisher:
             _bind(self._router, host)
         except TransportError:
             self._free()
+            self._forget()
             raise
         self._endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._routes: dict[int, bytes] = {}
@@ -116,6 +122,13 @@ class TcpPublisher:
         self._thread.join(_CLOSE_SECONDS)
         self._wake_in.close()
         self._wake_out.close()
+        if not self._thread.is_alive():
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the arena: it may be as large as the model, and be shared with others."""
+        self.buffer = memoryview(b"")
+        self._gate.forget()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -161,7 +174,7 @@ class TcpPublisher:
     def _send(self, route: bytes, answer: list[Any]) -> None:
         try:
             self._router.send_multipart([route, *answer], zmq.DONTWAIT, copy=False)
-        except zmq.ZMQError:  # gone, or it asks for more and more and reads nothing
+        except (zmq.ZMQError, OSError):  # gone, or it asks for more and more and reads nothing
             self._gate.lost(route)
 
     def _note_ends(self) -> None:

@@ -21,6 +21,10 @@ from parallelkit.errors import TicketError
 
 PREFIX = "pk1."
 MAX_TICKET_CHARS = 1024
+MAX_MEMBERS = 65536
+#: Tickets that are used up or have expired and are still told from unknown ones, the latest.
+REMEMBERED = 1024
+_NEVER = 1e12  #: seconds; what is longer has no float
 
 
 @attrs.frozen
@@ -71,7 +75,7 @@ class Ticket:
             endpoint, key, token, members = msgspec.msgpack.decode(
                 body, type=tuple[str, str, bytes, int]
             )
-            if len(key) != 40 or len(token) != 32 or not 1 <= members <= 65536:
+            if len(key) != 40 or len(token) != 32 or not 1 <= members <= MAX_MEMBERS:
                 raise ValueError("field")
         except (ValueError, msgspec.MsgspecError) as error:
             raise TicketError(
@@ -112,24 +116,35 @@ class TicketOffice:
         self._endpoint = endpoint
         self._server_key = server_key
         self._issued: list[IssuedTicket] = []
+        self._count = 0
         self._lock = threading.Lock()
 
     def issue(self, members: int, expires: float | None, name: str | None) -> tuple[str, int]:
         """Make a ticket; returns its string and number."""
-        if isinstance(members, bool) or not isinstance(members, int) or not 1 <= members <= 65536:
-            raise TicketError(f"members is {members!r}; a ticket is for 1 to 65536 member ranks")
+        if (
+            isinstance(members, bool)
+            or not isinstance(members, int)
+            or not 1 <= members <= MAX_MEMBERS
+        ):
+            raise TicketError(
+                f"members is {members!r:.80}; a ticket is for 1 to {MAX_MEMBERS} member ranks"
+            )
         a_number = isinstance(expires, int | float) and not isinstance(expires, bool)
         if expires is not None and not (a_number and expires > 0):
-            raise TicketError(f"expires is {expires!r}; give seconds above 0, or None for never")
+            raise TicketError(
+                f"expires is {expires!r:.80}; give seconds above 0, or None for never"
+            )
         if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
             raise TicketError(f"name is {name!r:.80}; it is a string of 1 to 200 characters")
         if name is not None and not name.isprintable():
             raise TicketError(f"name is {name!r:.80}; it has characters that cannot be printed")
         token = secrets.token_bytes(32)
         with self._lock:
-            number = len(self._issued) + 1
+            self._forget()
+            number = self._count = self._count + 1
             label = name or f"subscriber-{number}"
-            if any(ticket.label == label for ticket in self._issued):
+            labels = {ticket.label for ticket in self._issued}
+            while label in labels:
                 label = f"{label}#{number}"  # names in reports are unique
             self._issued.append(
                 IssuedTicket(
@@ -137,7 +152,7 @@ class TicketOffice:
                     label=label,
                     token_hash=hashlib.sha256(token).digest(),
                     members=members,
-                    expires_at=None if expires is None else time.monotonic() + expires,
+                    expires_at=None if expires is None else time.monotonic() + min(expires, _NEVER),
                 )
             )
         return Ticket(self._endpoint, self._server_key, token, members).encode(), number
@@ -145,8 +160,8 @@ class TicketOffice:
     def usable(self, number: int) -> bool:
         """Whether nobody used ticket `number` yet and it has not expired."""
         with self._lock:
-            ticket = self._issued[number - 1]
-            return not ticket.joined and not _expired(ticket)
+            found = [t for t in self._issued if t.number == number]
+            return bool(found) and not found[0].joined and not _expired(found[0])
 
     def redeem(self, token: bytes, member: int) -> IssuedTicket:
         """Use a ticket for one member rank.
@@ -159,7 +174,8 @@ class TicketOffice:
             found = [t for t in self._issued if hmac.compare_digest(t.token_hash, hashed)]
             if not found:
                 raise TicketError(
-                    "this publisher issued no such ticket: altered, or of another run"
+                    "this publisher issued no such ticket: altered, of another run, or used or "
+                    "expired long ago"
                 )
             ticket = found[0]
             if _expired(ticket):
@@ -177,6 +193,13 @@ class TicketOffice:
                 )
             ticket.joined.add(member)
             return ticket
+
+    def _forget(self) -> None:
+        """Drop tickets that nobody can use any more, but for the latest, which errors explain."""
+        spent = [t for t in self._issued if len(t.joined) == t.members or _expired(t)]
+        if len(spent) > REMEMBERED:
+            dropped = set(spent[:-REMEMBERED])
+            self._issued = [t for t in self._issued if t not in dropped]
 
 
 def _expired(ticket: IssuedTicket) -> bool:

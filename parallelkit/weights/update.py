@@ -149,6 +149,8 @@ class Update:
                 transport=member.transport,
                 sources=tuple(_truth(truths, member).by_rank.items()),
                 repeated=answer.repeated if answer else 0,
+                live_tensors=answer.live if answer and good else 0,
+                staged_tensors=answer.received if answer and good else 0,
             )
 
         while waiting:

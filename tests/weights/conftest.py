@@ -148,7 +148,8 @@ class Job:
 
     def join(self, needs, indirect=frozenset()):
         sink = PartsSink(self.manifest, needs, frozenset(indirect))
-        member = subscribe_weights(sink, self.lead.new_ticket(), timeout=SECONDS)
+        ticket = self.lead.new_ticket()
+        member = subscribe_weights(sink, ticket, timeout=SECONDS, partial=True)
         self.members.append((member, sink, needs))
         return member, sink
 

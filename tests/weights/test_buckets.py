@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import attrs
 import numpy as np
@@ -385,6 +386,25 @@ def test_an_error_in_a_thread_is_raised_in_the_caller():
         with pytest.raises(ZeroDivisionError):
             workers.map(call, 10, PARALLEL_BYTES)
         assert workers.map(lambda i: i, 3, PARALLEL_BYTES) == [0, 1, 2]
+    finally:
+        workers.close()
+
+
+def test_no_thread_writes_any_more_once_a_job_has_failed():
+    workers, begun, written = Workers(2), threading.Event(), []
+
+    def call(i: int) -> None:
+        if i == 0:
+            assert begun.wait(30)
+            raise ZeroDivisionError
+        begun.set()
+        time.sleep(0.1)
+        written.append(i)
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            workers.map(call, 2, PARALLEL_BYTES)
+        assert written == [1]
     finally:
         workers.close()
 

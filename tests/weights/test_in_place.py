@@ -56,6 +56,7 @@ def test_nothing_is_fetched_before_the_decision(bench, spy, fetches, transport):
     assert member.pause_seconds > 0
     assert member.repeated == 0
     assert "at the source and as placed" in report.verified
+    assert (member.verified, member.staged_tensors) == ("live memory", 0)
     assert "commit in_place" in publisher.explain()
 
 
@@ -132,6 +133,7 @@ def test_what_is_not_hashed_is_not_fetched_again(bench, fetches):
     assert fetches == [1]
     assert report.members[0].repeated == 0
     assert "not verified" in report.verified
+    assert report.members[0].verified == "nothing"
     assert len(values(follower.model)) > 1
 
 
@@ -157,6 +159,7 @@ def test_a_target_that_writes_itself_gets_whole_verified_tensors(bench, fetches,
     fetches.damage = 1
     report = bench.update()
     assert report.members[0].repeated == 1
+    assert report.members[0].verified == "live memory", "read back"
     assert values(follower.model) == {1.0}
     assert sorted(follower.model.written) == [0, 1, 2, 3], "all but the empty one, once"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import attrs
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from parallelkit import hooks
 from parallelkit.errors import NeedsError, ProtocolError, TransportError
 from parallelkit.testing.parts import PartsSink
-from parallelkit.testing.peer import sample_model
+from parallelkit.testing.peer import sample_model, values
 from parallelkit.weights import joining, subscribe_weights
 from parallelkit.weights import messages as m
 from parallelkit.weights.layout import Region
@@ -142,10 +143,10 @@ def test_transports_that_were_opened_are_closed_when_a_later_one_fails(job, spre
     opened = []
     real = hooks.connect_transport
 
-    def connect(name, offer, key):
+    def connect(*given):
         if opened:
             raise TransportError("no way to the second")
-        opened.append(real(name, offer, key))
+        opened.append(real(*given))
         return opened[0]
 
     monkeypatch.setattr(hooks, "connect_transport", connect)
@@ -153,3 +154,48 @@ def test_transports_that_were_opened_are_closed_when_a_later_one_fails(job, spre
         run.join(Needs.whole(run.manifest))
     with pytest.raises(ValueError, match="released"):
         _ = opened[0].memory
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_tcp_pulls_over_as_many_connections_as_asked_for(bench, count):
+    publisher = bench.publish(transport="tcp")
+    follower = bench.follow(connections=count)
+    ends = follower.subscriber._placement.readers._transports.values()
+    assert [len(end._lines) for end in ends] == [count]
+    assert bench.update().version == publisher.version == 1
+    assert values(follower.model) == {1.0}
+
+
+def test_an_option_of_another_transport_than_the_one_that_reaches_is_not_minded(bench):
+    bench.publish(transport="shm")
+    bench.follow(connections=4)
+    assert bench.update().version == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"connections": 0}, "connections is 0; allowed are 1 to 16"),
+        ({"connections": 17}, "connections is 17; allowed are 1 to 16"),
+        ({"connections": True}, "connections is True; allowed are 1 to 16"),
+        ({"connections": "2"}, "connections is '2'; allowed are 1 to 16"),
+        (
+            {"conections": 2, "a": 1},
+            r"no argument a, conections.* options are: connections \(tcp\)",
+        ),
+        ({"encrypt": False}, r"subscribe_weights has no argument encrypt"),
+    ],
+)
+def test_options_that_are_none_are_refused_and_the_ticket_is_not_used_up(
+    bench, transport, options, match
+):
+    publisher = bench.publish(transport=transport)
+    ticket = publisher.new_ticket()
+    with pytest.raises(TransportError, match=match):
+        subscribe_weights(sample_model(), ticket, timeout=5.0, **options)
+    deadline = time.monotonic() + 5.0
+    while "refused" not in str(publisher._coordinator.members.absent()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    bench.follow(ticket)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from parallelkit.errors import (
+    ManifestError,
     PartialCommitError,
     PeerLostError,
     QuarantinedError,
@@ -215,6 +217,37 @@ def test_an_update_that_begins_meanwhile_comes_first(bench, phase):
     assert values(late.model) == {2.0}
 
 
+@pytest.mark.parametrize("phase", ["begin", "transfer", "prepared"])
+def test_an_update_that_finds_a_changed_model_leaves_a_late_joiner_alone(bench, phase, monkeypatch):
+    """The update fails before it begins, while the joiner is in its round: that goes on."""
+    publisher = bench.publish(keep_last=True)
+    publisher.update()
+    late = bench.follow()
+    inside, over = threading.Event(), threading.Event()
+
+    def here(name):
+        if name == phase:
+            inside.set()
+            assert over.wait(SECONDS)
+
+    late.subscriber._phase = here
+    late.step()
+    assert inside.wait(SECONDS)
+
+    def changed():
+        raise ManifestError("tensor 'body' has another shape")
+
+    with monkeypatch.context() as other:
+        other.setattr(bench.source, "begin", changed)
+        with pytest.raises(ManifestError, match="another shape"):
+            publisher.update()
+    over.set()
+    assert late.done() is None
+    assert (late.subscriber.version, values(late.model)) == (1, {1.0})
+    until(lambda: publisher.members[0].version == 1)
+    assert [m.state for m in bench.update(late).members] == ["committed"]
+
+
 def test_an_update_waits_for_one_that_may_be_placing_it(bench):
     publisher = bench.publish(keep_last=True)
     publisher.update()
@@ -234,8 +267,6 @@ def test_an_update_waits_for_one_that_may_be_placing_it(bench):
     def again():
         late.done()
         follower_again.step()
-
-    import threading
 
     thread = threading.Thread(target=again)
     thread.start()

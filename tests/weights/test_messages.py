@@ -49,12 +49,14 @@ WELCOME = {
 }
 TO_PUBLISHER = [
     m.Hello(**HELLO),
-    m.Opened(session=KEY, plan_digest=KEY, kept=None),
-    m.Opened(session=KEY, plan_digest=KEY, kept=m.Kept([([0, 1], [2, 3])], [0, None])),
+    m.Opened(session=KEY, plan_digest=KEY, kept=None, partial=False),
+    m.Opened(
+        session=KEY, plan_digest=KEY, kept=m.Kept([([0, 1], [2, 3])], [0, None]), partial=True
+    ),
     m.Refused(error="ManifestMismatchError", message="no"),
     m.Ready(**MEMBER),
     m.Prepared(**MEMBER, digests=b"12345678", seconds=0.5),
-    m.Committed(**MEMBER, readback=b"", pause=0.25, staged=False, repeated=0),
+    m.Committed(**MEMBER, readback=b"", pause=0.25, staged=False, repeated=0, live=3, received=1),
     m.Failed(**MEMBER, phase="commit", error="OSError", message="disk"),
     m.Leave(session=KEY),
 ]
@@ -277,7 +279,7 @@ def test_axes_have_their_types_and_a_largest_number(mesh):
     ],
 )
 def test_what_is_kept_has_its_types(kept):
-    opened = m.Opened(session=KEY, plan_digest=KEY, kept=None)
+    opened = m.Opened(session=KEY, plan_digest=KEY, kept=None, partial=False)
     refused(m.decode_at_publisher, plain(opened) | {"kept": kept})
 
 

@@ -169,6 +169,11 @@ def test_a_table_from_the_wire_is_checked(rows, which, said):
         Needs.from_wire(MANIFEST, rows, which)
 
 
+def test_a_table_from_the_wire_is_counted_before_it_is_read():
+    with pytest.raises(NeedsError, match="1000 regions for 6 tensors"):
+        Needs.from_wire(MANIFEST, [None] * 1000, [0] * 6)
+
+
 def test_the_error_is_one_of_weight_transfer_and_short():
     assert issubclass(NeedsError, WeightTransferError)
     huge = Region((0,) * 10**5, (1,) * 10**5)

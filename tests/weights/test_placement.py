@@ -81,9 +81,34 @@ def test_what_a_loader_changed_counts_as_received(job, spread, transport, commit
             run.change(version)
             results, errors = run.update()
             assert not errors
-            assert results[0].members[0].state == ("staged" if serve else "committed")
+            report = results[0]
+            assert report.members[0].state == ("staged" if serve else "committed")
+            mixed = "live memory; staged bytes for 1 of 3 tensors"
+            assert report.members[0].verified == ("staged bytes" if serve else mixed)
+            assert "received and in live memory" not in report.verified
+            assert f"verified: {report.members[0].verified}" in str(report)
             if serve:
                 assert member.step(SECONDS) == version
             for array, value in zip(arrays.values(), run.values, strict=True):
                 assert array.tobytes() == value.tobytes()
         run.members.clear()
+
+
+def test_a_loader_that_nothing_can_be_read_back_from_is_staged_bytes(bench):
+    """Also where live memory is asked for: the report must not claim it."""
+
+    class Opaque(Loading):
+        unread = range(100)
+
+        def learn(self, published):
+            pass
+
+    publisher = bench.publish(verify="readback")
+    bench.follow(model=Opaque(sample_model().arrays))
+    bench.follow()
+    report = bench.update()
+    assert [m.verified for m in report.members] == ["staged bytes", "live memory"]
+    assert report.verified == (
+        "verified: every byte, at the source and as received; live memory where a member says so"
+    )
+    assert publisher.version == 1

@@ -806,7 +806,8 @@ def test_a_refused_member_is_named_by_wait_and_may_try_again(bench):
     ticket = publisher.new_ticket(name="engine")
     with pytest.raises(ManifestMismatchError):
         subscribe_weights(Arrays({"x": np.zeros(3)}), ticket, timeout=5.0)
-    with pytest.raises(UpdateTimeoutError, match=r"engine.0 .*refused.*not what the target needs"):
+    text = r"engine.0 .*refused.*not what the target needs.*: .*'x'"
+    with pytest.raises(UpdateTimeoutError, match=text):
         publisher.wait(timeout=0.5)
     bench.follow(ticket)
     publisher.wait()

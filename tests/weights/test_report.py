@@ -7,7 +7,12 @@ import json
 import attrs
 import pytest
 
-from parallelkit.weights.report import MemberReport, TransferReport, report_from_dict
+from parallelkit.weights.report import (
+    MemberReport,
+    TransferReport,
+    report_from_dict,
+    verified_by_all,
+)
 
 PHASES = {
     "begin": 0.001,
@@ -35,9 +40,20 @@ def report(**fields):
         "started_at": 1.7e9,
         "members": (
             member(
-                prepare_seconds=0.08, pause_seconds=0.05, transport="shm", sources=((0, 10**9),)
+                prepare_seconds=0.08,
+                pause_seconds=0.05,
+                transport="shm",
+                sources=((0, 10**9),),
+                live_tensors=288,
+                staged_tensors=2,
             ),
-            member("b.0", "staged", transport="tcp", sources=((2, 5 * 10**6), (3, 10**6))),
+            member(
+                "b.0",
+                "staged",
+                transport="tcp",
+                sources=((2, 5 * 10**6), (3, 10**6)),
+                staged_tensors=290,
+            ),
             member("c.0", "quarantined", version=2, pause_seconds=0.07, reason="disk on fire"),
             member("d.0", "lost", version=2, reason="its connection ended"),
         ),
@@ -82,6 +98,31 @@ def test_a_report_of_nothing():
     assert json.loads(made.to_chrome_trace())["traceEvents"] == []
 
 
+@pytest.mark.parametrize(
+    ("verify", "commit", "counts", "text"),
+    [
+        ("digest", "staged", [(0, 3)], "at the source and as received"),
+        ("digest", "in_place", [(3, 0), (3, 0)], "at the source and as placed"),
+        ("digest", "in_place", [(3, 0), (2, 1)], "at the source and as received"),
+        ("readback", "staged", [(3, 0)], "as received and in live memory"),
+        ("readback", "in_place", [(3, 0)], "as placed and in live memory"),
+        ("readback", "staged", [(3, 0), (0, 3)], "live memory where a member says so"),
+        ("sample", "staged", [(0, 3)], "a sixteenth"),
+        ("off", "staged", [(0, 0)], "not verified"),
+        ("readback", "staged", [], "nothing was sent"),
+    ],
+)
+def test_no_more_is_claimed_of_all_members_than_holds_of_each(verify, commit, counts, text):
+    members = [member(live_tensors=live, staged_tensors=staged) for live, staged in counts]
+    assert text in verified_by_all(verify, commit, members)
+
+
+def test_no_speed_is_claimed_where_nothing_was_sent():
+    made = report(members=())
+    assert made.gigabytes_per_second == 0
+    assert "500.0 ms, 25% changed; " in str(made)
+
+
 def test_the_table_for_people():
     text = str(report())
     first, phases, *rest = text.splitlines()
@@ -94,10 +135,12 @@ def test_the_table_for_people():
         *("digest", "47.0", "ms", "verify", "100.0", "ms", "commit", "100.0", "ms"),
     ]
     assert rest == [
-        "  subscriber-1.0 (pid 42 on h): committed, version 3, pause 50.0 ms",
-        "  b.0: staged, version 3, pause 0.0 ms, 6.0 MB by tcp from ranks 2-3",
-        "  c.0: quarantined, version 2, pause 70.0 ms (disk on fire)",
-        "  d.0: lost, version 2, pause 0.0 ms (its connection ended)",
+        "  subscriber-1.0 (pid 42 on h): committed, version 3, verified: live memory; staged bytes "
+        "for 2 of 290 tensors, pause 50.0 ms",
+        "  b.0: staged, version 3, verified: staged bytes, pause 0.0 ms, 6.0 MB by tcp from ranks "
+        "2-3",
+        "  c.0: quarantined, version 2, verified: nothing, pause 70.0 ms (disk on fire)",
+        "  d.0: lost, version 2, verified: nothing, pause 0.0 ms (its connection ended)",
         "  note: staged members go live later",
     ]
     assert "changed" not in str(report(changed_ratio=None))
@@ -114,6 +157,13 @@ def test_json_holds_every_field_and_the_derived_ones():
     }
     assert list(data["phases"]) == list(PHASES)
     assert data["members"][2]["reason"] == "disk on fire"
+    assert [m["verified"] for m in data["members"]] == [
+        "live memory; staged bytes for 2 of 290 tensors",
+        "staged bytes",
+        "nothing",
+        "nothing",
+    ]
+    assert data["members"][0]["live_tensors"] == 288
     assert data["seconds"] == made.seconds
 
 

@@ -99,6 +99,7 @@ def test_explain_says_what_else_is_open_and_what_is_not():
     assert text.startswith("transport shm: same host and user")
     assert "for other members: tcp: listens on 10.0.0.5" in text
     assert "  not tcp: listens on loopback" in "\n".join(routes(host="127.0.0.1").explain())
+    assert "  not shm: transport='tcp' was asked for" in routes("tcp").explain()
 
 
 def test_posts_come_through_a_broadcast():

@@ -20,6 +20,7 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
     UpdateAbortedError,
     UpdateTimeoutError,
+    WeightTransferError,
 )
 from parallelkit.protocols import RegionSink, ShardedSource
 from parallelkit.testing.meeting import meet, on_ranks
@@ -66,8 +67,14 @@ def test_members_get_what_they_keep_from_the_ranks_that_have_it(
     assert f"by {transport} from ranks 0-1" in str(report)
     assert report_from_dict(report.to_dict()) == report
     assert report.changed_ratio == (1.0 if verify in ("digest", "readback") else None)
-    assert ("placed" in report.verified) == (commit == "in_place" and verify == "digest") or (
-        verify != "digest"
+    # One tensor of the second is written by itself: without readback its live bytes are unseen.
+    assert ("placed" in report.verified) == (commit == "in_place" and verify == "readback")
+    live, mixed = "live memory", "live memory; staged bytes for 1 of 2 tensors"
+    in_place = (live, live if verify == "readback" else mixed)
+    staged = (live, live) if verify == "readback" else ("staged bytes", "staged bytes")
+    expected = in_place if commit == "in_place" else staged
+    assert (whole.verified, part.verified) == (
+        expected if verify != "off" else ("nothing", "nothing")
     )
 
 
@@ -225,6 +232,40 @@ def test_members_that_keep_the_same_are_hashed_for_once(job, spread):
         run.update()
     assert len(run.publishers[1]._worker._exporter._sides) == 2
     assert len(run.publishers[1]._worker._kinds._known) == 2
+    run.check()
+
+
+def test_what_members_that_left_kept_is_forgotten_on_every_rank(job, spread):
+    run = job(spread())
+    coordinator, worker = run.lead._coordinator, run.publishers[1]._worker
+    run.join(Needs.whole(run.manifest))
+    other = Needs.of(run.manifest, [None, None, Region((2,), (1,))])
+    for row in range(5):
+        run.change(row)
+        run.join(Needs.of(run.manifest, [Region((row, 0), (1, 6)), None, None]))
+        run.join(other)
+        if row == 3:  # one that fails forgets nothing that is still needed
+            run.sources[1].problem = OSError("gone")
+            results, _ = run.update()
+            assert isinstance(results[0], WeightTransferError)
+            run.sources[1].problem = None
+        results, errors = run.update()
+        assert not errors
+        run.check()
+        for _ in range(2):
+            run.members.pop()[0].close()
+        until = time.monotonic() + 10.0
+        while sum(x.present for x in run.lead.members) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+    for _ in range(2):
+        results, errors = run.update()
+        assert not errors
+        assert results[0].changed_ratio is not None
+    for exporter in (coordinator.exporter, worker._exporter):
+        assert len(exporter._sides) == 1
+    assert len(coordinator._kinds._numbers) == len(coordinator._kinds._told) == 1
+    assert len(worker._kinds._known) == 1
+    assert [x.needs is None for x in run.lead.members] == [False] + [True] * 10
     run.check()
 
 

@@ -434,9 +434,14 @@ def test_a_listener_that_says_nothing(monkeypatch):
 # --- peers that hinder the publisher -----------------------------------------------------------
 
 
-def connect(publisher):
+def connect(publisher, *, wait=True):
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer.connect(publisher._address)
+    peer.setblocking(wait)
+    try:
+        peer.connect(publisher._address)
+    except OSError:
+        peer.close()
+        raise
     return peer
 
 
@@ -445,6 +450,23 @@ def test_a_peer_that_says_nothing_keeps_others_waiting_for_a_second_at_most(anon
         started = time.monotonic()
         join(anonymous)
         assert time.monotonic() - started < 3.0
+
+
+def test_one_who_comes_while_the_line_is_full_waits_in_it(anonymous):
+    joined = []
+    with contextlib.ExitStack() as others:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                others.enter_context(connect(anonymous, wait=False))
+        one = threading.Thread(
+            target=lambda: joined.append(ShmSubscriber(anonymous.offer(), key())), daemon=True
+        )
+        one.start()
+        one.join(0.3)
+        assert one.is_alive()
+    one.join(15.0)
+    (subscriber,) = joined
+    subscriber.close()
 
 
 def test_closing_does_not_wait_for_a_peer_that_says_nothing():

@@ -193,6 +193,26 @@ def test_an_impossible_expiry_cannot_be_issued(office, expires):
         office.issue(1, expires, None)
 
 
+def test_tickets_that_nobody_can_use_any_more_are_forgotten_but_for_the_latest(office, monkeypatch):
+    monkeypatch.setattr(ticket_module, "REMEMBERED", 3)
+    open_, open_number = office.issue(2, None, "open")
+    office.redeem(token_of(open_), 0)
+    tickets = []
+    for _ in range(10):
+        tickets.append(office.issue(1, None, "again"))
+        office.redeem(token_of(tickets[-1][0]), 0)
+    assert len(office._issued) == 5, "the open one, three that are spent, and the newest"
+    assert [number for _, number in tickets] == list(range(2, 12))
+    with pytest.raises(TicketError, match="used or expired long ago"):
+        office.redeem(token_of(tickets[0][0]), 0)
+    with pytest.raises(TicketError, match="has joined already"):
+        office.redeem(token_of(tickets[-1][0]), 0)
+    assert not office.usable(tickets[0][1])
+    assert not office.usable(open_number)
+    assert office.redeem(token_of(open_), 1).label == "open"
+    assert len({ticket.label for ticket in office._issued}) == 5
+
+
 def test_a_ticket_is_used_once(office):
     text, number = office.issue(1, 60.0, None)
     assert office.usable(number)
@@ -242,7 +262,7 @@ def test_a_ticket_may_never_expire(office, expires, monkeypatch):
 @pytest.mark.parametrize("token", [b"", TOKEN, bytes(32), b"x" * 64])
 def test_an_unknown_token_is_refused(office, token):
     office.issue(1, None, None)
-    with pytest.raises(TicketError, match="issued no such ticket: altered, or of another run"):
+    with pytest.raises(TicketError, match="issued no such ticket: altered, of another run, or"):
         office.redeem(token, 0)
 
 

@@ -180,8 +180,8 @@ class MindSporeExecutionMode:
         if shown:
             lines.append("options: " + ", ".join(f"{k}={v!r}" for k, v in sorted(shown.items())))
         for target in self._targets:
-            lines.append(target.title)
-            lines += [f"  step {n}: {step}" for n, step in enumerate(target.steps, 1)]
+            lines.append(f"{target.title}, what was done to it:")
+            lines += [f"  {n}. {done}" for n, done in enumerate(target.steps, 1)]
             if self._effective == "graph":
                 lines.append(
                     f"  {target.graphs} graph(s), {target.recompiles} recompile(s), "

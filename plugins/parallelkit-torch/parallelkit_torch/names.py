@@ -29,6 +29,9 @@ _WRAPPERS: Final = (
     ),
 )
 
+#: Under this key a module's state_dict has what `get_extra_state` gives.
+_EXTRA: Final = "_extra_state"
+
 _Wrappers = list[tuple[type[nn.Module], str]]
 
 
@@ -104,6 +107,38 @@ def plain_names(module: nn.Module) -> list[str]:
         ['weight', 'bias']
     """
     return [slot.name for slot in slots(module)]
+
+
+def refuse_hidden_state(module: nn.Module) -> None:
+    """Raise `ManifestError` for a part that keeps state in no parameter and no buffer.
+
+    Such are packed weights of quantised layers, and what `get_extra_state` gives. A follower would
+    compute with its own old ones, at the new version.
+    """
+    for name, part in unwrap(module).named_modules():
+        hidden = _hidden_state(part)
+        if hidden:
+            raise ManifestError(
+                f"{name or 'the model'!r}, a {type(part).__qualname__}, keeps {hidden} in its "
+                "state_dict, which is no parameter and no buffer and would stay behind; keep it "
+                "in a buffer, or publish the layer before it is quantised"
+            )
+
+
+def _hidden_state(part: nn.Module) -> str:
+    kind = type(part)
+    if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
+        kept: dict[str, Any] = {}
+        part._save_to_state_dict(kept, "", True)
+        known = part._parameters.keys() | part._buffers.keys() | {_EXTRA}
+        own = [key for key in kept if key not in known]
+        if own:
+            return ", ".join(map(repr, own[:3])) + (", ..." if len(own) > 3 else "")
+    if kind.get_extra_state is not nn.Module.get_extra_state:
+        state = part.get_extra_state()
+        empty = not state.numel() if isinstance(state, torch.Tensor) else not state
+        return "" if empty else "extra state"
+    return ""
 
 
 def fits(pattern: str, name: str) -> bool:

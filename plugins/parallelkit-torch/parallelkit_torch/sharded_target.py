@@ -20,14 +20,20 @@ from parallelkit.weights.layout import Region
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import sharding, tensors
-from parallelkit_torch.names import Slot
+from parallelkit_torch.names import Slot, refuse_hidden_state
 from parallelkit_torch.weights import ModuleSink
 
 _PARTS: Final = "its parts stay as they are while it is subscribed; subscribe it again"
 
 
 def weight_sink(module: nn.Module) -> WeightSink:
-    """The sink for a module: for parts where it is spread over ranks, else for a whole model."""
+    """The sink for a module: for parts where it is spread over ranks, else for a whole model.
+
+    Raises:
+        ManifestError: it keeps state that is no tensor of its own, or as the sinks do.
+    """
+    for _, part in sharding.stages(module) or [(0, module)]:
+        refuse_hidden_state(part)
     return ShardedModuleSink(module) if sharding.is_spread(module) else ModuleSink(module)
 
 
@@ -141,12 +147,11 @@ class ShardedModuleSink:
         return tensors.as_bytes(part) if view is None else view
 
     def finish(self) -> None:
-        """Tell autograd that every tensor changed: a graph recorded before is void."""
+        """Tell torch that every tensor changed: see `tensors.mark_written`."""
         self._check_open("finish")
         self._open = False
         everything = [t for group in self._held for held in group for t in held[:2]]
-        changed = {id(t): t for t in everything if not t.is_inference()}
-        torch.autograd.graph.increment_version(list(changed.values()))
+        tensors.mark_written({id(t): t for t in everything}.values())
 
     # --- inner parts
 

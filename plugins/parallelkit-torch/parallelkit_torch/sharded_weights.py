@@ -25,6 +25,7 @@ from parallelkit.weights.layout import region
 from parallelkit.weights.manifest import Manifest
 from parallelkit_torch import sharding, tensors
 from parallelkit_torch.meeting import exchange, together
+from parallelkit_torch.names import refuse_hidden_state
 from parallelkit_torch.weights import ModuleSource
 
 _KEEP: Final = (
@@ -34,7 +35,13 @@ _KEEP: Final = (
 
 
 def weight_source(module: nn.Module) -> WeightSource:
-    """The source for a module: of parts where it is spread over ranks, else of a whole model."""
+    """The source for a module: of parts where it is spread over ranks, else of a whole model.
+
+    Raises:
+        ManifestError: it keeps state that is no tensor of its own, or as the sources do.
+    """
+    for _, part in sharding.stages(module) or [(0, module)]:
+        refuse_hidden_state(part)
     return ShardedModuleSource(module) if sharding.is_spread(module) else ModuleSource(module)
 
 

@@ -131,6 +131,17 @@ def fill(name: str, tensor: torch.Tensor, data: memoryview) -> None:
         tensor.detach().copy_(staged)
 
 
+def mark_written(written: Iterable[torch.Tensor]) -> None:
+    """Tell torch that memory of these tensors was written, which it did not see.
+
+    A graph that autograd recorded before is void, and so are the casts that a surrounding
+    `torch.autocast` keeps of parameters: it would go on computing with the old values.
+    """
+    seen = [tensor for tensor in written if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(seen)
+    torch.clear_autocast_cache()
+
+
 def refuse_overlaps(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise `ManifestError` if writing one element of a target would change another."""
     for name, tensor in named:

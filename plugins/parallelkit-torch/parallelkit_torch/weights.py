@@ -225,11 +225,10 @@ class ModuleSink(_ModuleWeights):
         tensors.fill(self._unique[index].name, self._tensor(index), data)
 
     def finish(self) -> None:
-        """Tell autograd that every tensor changed: a graph recorded before is void."""
+        """Tell torch that every tensor changed: see `tensors.mark_written`."""
         self._check_open("finish")
         self._open = False
-        changed = [t for t in self._all_tensors() if not t.is_inference()]
-        torch.autograd.graph.increment_version(changed)
+        tensors.mark_written(self._all_tensors())
 
     def _check_open(self, what: str) -> None:
         if not self._open:

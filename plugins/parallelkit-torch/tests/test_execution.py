@@ -262,12 +262,12 @@ def test_what_was_done_is_told_in_order() -> None:
     graph.compile(model)(torch.ones(2, 4))
     text = graph.explain()
     assert "effective 'graph': torch.compile with aot_eager" in text
-    first = text.index("step 1: activation checkpoints around 1 part(s)")
-    assert first < text.index("step 2: compiled in place: layers.0, layers.1, layers.2")
+    first = text.index("1. activation checkpoints around 1 part(s)")
+    assert first < text.index("2. compiled in place: layers.0, layers.1, layers.2")
     assert "recompile(s), 0 break(s)" in text
     eager = mode("eager")
     eager.compile(model)
-    assert "step 2: compiled no longer" in eager.explain()
+    assert "2. compiled no longer" in eager.explain()
 
 
 def test_regions_of_a_function() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from parallelkit_torch import names
+from parallelkit_torch.sharded_target import weight_sink
+from parallelkit_torch.sharded_weights import weight_source
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from parallelkit.errors import ManifestError
 
 
 class Net(nn.Module):
@@ -60,3 +67,56 @@ def test_shared_module_has_both_names() -> None:
         "1.weight",
         "1.bias",
     ]
+
+
+class Extra(nn.Module):
+    """Keeps something beside its tensors."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+
+class Packed(nn.Module):
+    """Keeps its weight as quantised layers of torch do: in no parameter and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.packed = (torch.zeros(2, 2), 0.5)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:  # type: ignore[type-arg]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed"] = self.packed
+
+
+class Plain(nn.Module):
+    """Saves in a way of its own, and tensors of its own alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:  # type: ignore[type-arg]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+
+
+@pytest.mark.parametrize("role", [weight_source, weight_sink])
+def test_state_that_is_no_tensor_is_refused_by_name(role: Callable[[nn.Module], object]) -> None:
+    for part, said in (
+        (Extra({"scale": 2.0}), "'1', a Extra, keeps extra state in its state_dict"),
+        (Extra(torch.ones(3)), "'1', a Extra, keeps extra state"),
+        (Packed(), "'1', a Packed, keeps 'packed' in its state_dict"),
+    ):
+        with pytest.raises(ManifestError, match=said):
+            role(nn.DataParallel(nn.Sequential(nn.Linear(2, 2), part)))
+    with pytest.raises(ManifestError, match="'the model', a Packed, keeps"):
+        role(Packed())
+    empties: tuple[object, ...] = (None, {}, b"", torch.empty(0))
+    for empty in empties:
+        role(nn.Sequential(Extra(empty), Plain()))

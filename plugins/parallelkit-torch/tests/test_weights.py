@@ -285,6 +285,19 @@ def test_finish_voids_graphs_recorded_before() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_surrounding_autocast_computes_with_what_was_placed(grad: bool) -> None:
+    """It keeps casts of parameters until it is left, and does not look whether they changed."""
+    model, trained = nn.Linear(4, 4), nn.Linear(4, 4)
+    sink, x = ModuleSink(model), torch.ones(2, 4)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        transfer(ModuleSource(trained), sink)
+        after = model(x)
+        assert torch.equal(after, trained(x))
+        assert not torch.equal(after, before)
+
+
 def test_finish_with_inference_tensors() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from parallelkit.errors import ProtocolError, TicketError, TransportError
 from parallelkit.testing.handmade import ANSWERS, TO_PUBLISHER, to_publisher
 from parallelkit.testing.peer import sample_model
+from parallelkit.weights import members
 from parallelkit.weights import messages as m
 from parallelkit.weights.exporter import Hashed
 from parallelkit.weights.kept import Kept
@@ -221,8 +222,31 @@ def test_who_has_gone_is_not_called_back_by_a_late_word():
     (member,) = desk.members.ready_for_update()
     desk.members.lost(b"a")
     desk.members.settle(member, "joined", "", 3)
-    assert (member.state, member.version) == ("lost", 0)
+    assert (member.state, member.version) == ("lost", 3), "what it had reached is said all the same"
     assert desk.members.ready_for_update() == []
+
+
+def test_of_members_that_are_gone_the_latest_are_listed_and_what_they_kept_is_not(monkeypatch):
+    monkeypatch.setattr(members, "LISTED", 3)
+    desk = Reception()
+    for number in range(10):
+        desk.tokens[0] = Ticket.decode(desk.office.issue(1, None, f"m{number}")[0]).token
+        desk.join(b"a")
+        if number < 9:
+            desk.members.lost(b"a")
+    assert len(desk.members.everyone()) == 10, "an update may be under way, in which they are"
+    desk.members.begin_update(1.0)
+    names = [x.ticket.label for x in desk.members.everyone()]
+    assert names == ["m6", "m7", "m8", "m9"]
+    assert len(desk.members.absent(new=True)) == 3
+    assert [x.needs is None for x in desk.members.everyone()] == [True, True, True, False]
+    assert desk.members.kinds() == [Needs.whole(MANIFEST)]
+    desk.members.lost(b"a")
+    desk.members.begin_update(1.0)
+    assert [x.ticket.label for x in desk.members.everyone()] == ["m7", "m8", "m9"]
+    assert len(desk.members.absent(new=True)) == 1
+    assert desk.members.kinds() == [Needs.whole(MANIFEST)], "what was kept last, for keep_last"
+    assert len(desk.members._told) == 3
 
 
 def test_who_catches_up_is_there_after_the_decision_and_not_before():

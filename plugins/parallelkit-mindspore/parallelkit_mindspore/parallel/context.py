@@ -436,8 +436,8 @@ class MindSporeParallelContext:
         """Say what runs, why, and what was done to each model, in order."""
         lines = described(self, self._settings, self._chosen, self._native)
         for model, spread in self._models.items():
-            lines.append(f"{type(model).__name__}:")
-            lines += [f"  step {n}: {s}" for n, s in enumerate(spread.done, 1)]
+            lines.append(f"{type(model).__name__}, what was done to it:")
+            lines += [f"  {n}. {done}" for n, done in enumerate(spread.done, 1)]
         return "\n".join(lines)
 
     def _own(self, what: str) -> None:

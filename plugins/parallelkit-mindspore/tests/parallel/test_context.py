@@ -65,7 +65,7 @@ def test_world_of_one_is_the_model_itself(group: Any, mode: str | None) -> None:
     assert context.mode == context.effective
     assert "world of one" in context.explain()
     assert "left alone" in context.explain()
-    assert "Dense:\n  step 1: nothing to replicate" in context.explain()
+    assert "Dense, what was done to it:\n  1. nothing to replicate" in context.explain()
     assert context.native == {}
     assert [int(b[0][0]) for b in context.shard([(0,), (1,), (2,)])] == [0, 1, 2]
     assert isinstance(context.grad_reducer(model.trainable_params()), nn.Identity)

@@ -418,7 +418,8 @@ class TorchParallelContext:
         ]
         for model, spread in self._models.items():
             plain: Any = names.unwrap(model)
-            lines += [f"{type(plain).__name__} {n}: {s}" for n, s in enumerate(spread.steps, 1)]
+            lines.append(f"{type(plain).__name__}, what was done to it:")
+            lines += [f"  {n}. {done}" for n, done in enumerate(spread.steps, 1)]
             lines += plain.explain() if self._plan.pipeline > 1 else []
         return "\n".join(lines)
 

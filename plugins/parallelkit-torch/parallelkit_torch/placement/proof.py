@@ -13,10 +13,11 @@ import torch
 
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.overlap import self_overlapping
+from parallelkit_torch.placement.again import Written, written
 from parallelkit_torch.placement.boxes import Box, doubled, missing_rows
 from parallelkit_torch.placement.moves import Move, merged
 from parallelkit_torch.placement.observe import DTYPES, Notes, Place
-from parallelkit_torch.placement.record import Copy, View, Write
+from parallelkit_torch.placement.record import Copy, View
 
 
 @attrs.frozen(eq=False)  # each one is itself, found fast
@@ -47,7 +48,7 @@ class Proof:
         routes: by unique published name, for those that need no loader.
         reasons: why the others do.
         partial: of `routes`, those of which the target keeps only some elements.
-        touched: by unique published name, the names of places that the loader writes from it.
+        touched: by unique published name, what the loader writes from it.
         problems: one line for each way in which the manifest is not what the target needs.
     """
 
@@ -55,7 +56,7 @@ class Proof:
     routes: dict[str, Routes]
     reasons: dict[str, str]
     partial: frozenset[str]
-    touched: dict[str, frozenset[str]]
+    touched: Written
     problems: tuple[str, ...]
 
 
@@ -92,24 +93,9 @@ def prove(published: Manifest, notes: Notes) -> Proof:
         routes,
         reasons,
         frozenset(partial),
-        written_places(notes),
+        written(notes),
         tuple(problems),
     )
-
-
-def written_places(notes: Notes) -> dict[str, frozenset[str]]:
-    """For each published name, the places that got values of it, in whatever form."""
-    located = _Located(notes)
-    found: dict[str, set[str]] = {}
-    for copy in notes.copies:
-        found.setdefault(copy.name, set()).update(located.names(copy))
-    for write in notes.writes:
-        for name in write.names:
-            found.setdefault(name, set()).update(located.names(write))
-    for place, names in notes.rehomed.items():
-        for name in names:
-            found.setdefault(name, set()).add(place)
-    return {name: frozenset(places) for name, places in found.items()}
 
 
 class _Located:
@@ -122,19 +108,14 @@ class _Located:
             box = place.view.box()
             self._by_memory.setdefault(place.memory, []).append((index, box.start, box.end))
 
-    def place(self, written: Copy | Write) -> int | None:
+    def place(self, copy: Copy) -> int | None:
         """The first place that has the whole of what was written, if one has."""
-        box = written.target.box()
+        box = copy.target.box()
         first, last = box.start, box.end
-        for index, start, end in self._by_memory.get(written.memory, ()):
+        for index, start, end in self._by_memory.get(copy.memory, ()):
             if start <= first and last <= end:
                 return index
         return None
-
-    def names(self, written: Copy | Write) -> list[str]:
-        """The name of that place; none where there is none."""
-        index = self.place(written)
-        return [] if index is None else [self._notes.places[index].name]
 
 
 def _unrepeatable(copy: Copy, place: Place | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from parallelkit.weights.manifest import TensorSpec
 from parallelkit.weights.overlap import self_overlapping
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
+from parallelkit_torch.placement.boxes import doubled
 from parallelkit_torch.placement.observe import DTYPES, Place
 from parallelkit_torch.placement.proof import Proof, Route, Routes
-from parallelkit_torch.placement.record import View
 
 
 class Replay:
@@ -30,6 +30,8 @@ class Replay:
         self._held: dict[str, Slot] = {}
         self._places: Sequence[Place] = ()
         self._used: list[int] = []
+        self._ties: list[Tie] = []
+        self._apart: list[object] = []  # where the places lay when they were seen not to overlap
         self._views: dict[Route, tuple[int, torch.Tensor]] = {}
         self._bytes: dict[Route, tuple[int, memoryview]] = {}
         self._whole: dict[Route, bool] = {}
@@ -38,6 +40,8 @@ class Replay:
         """From now on these routes are asked for."""
         self._places = proof.places
         self._used = sorted({route.place for routes in proof.routes.values() for route in routes})
+        self._ties = ties(proof.places, self._used)
+        self._apart = []
         self._views.clear()
         self._bytes.clear()
         self._whole.clear()
@@ -55,7 +59,6 @@ class Replay:
         """
         self.look()
         problems = []
-        tied: dict[tuple[int, View], int] = {}
         for index in self._used:
             place, slot = self._places[index], self._held.get(self._places[index].name)
             if slot is None:
@@ -68,12 +71,30 @@ class Replay:
                     f"tensor {place.name!r} was {_layout(view.dtype, view.shape, view.strides)} "
                     f"and is now {_layout(*now)}"
                 )
-            where = tied.setdefault((place.memory, view), tensor.data_ptr())
-            if where != tensor.data_ptr():
-                problems.append(f"tensor {place.name!r} is no longer tied")
+        problems = problems or self._changed_ties()
         if problems:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
             raise ManifestError(f"{'; '.join(problems[:5])}{more}; {KEEP}")
+
+    def _changed_ties(self) -> list[str]:
+        """What shared memory and does not, or does now and did not; places are all there."""
+        found = []
+        for tie in self._ties:
+            one, other = (self._places[index].name for index in (tie.used, tie.other))
+            slot = self._held.get(other)  # of no route of its own, it may be gone
+            where = self._held[one].tensor.data_ptr() + tie.distance
+            if slot is not None and slot.tensor.data_ptr() != where:
+                found.append(f"tensor {other!r} is no longer tied to {one!r}")
+        tied = {tie.other for tie in self._ties}
+        alone = [self._places[index].name for index in self._used if index not in tied]
+        named = [(name, self._held[name].tensor) for name in alone]
+        where_now = [tensors.identity(tensor) for _, tensor in named]
+        if where_now != self._apart:  # same memory, same layout: same answer
+            pair = tensors.overlap(named)
+            if pair:
+                return [*found, f"tensor {pair[1]!r} shares memory with {pair[0]!r} now"]
+            self._apart = where_now
+        return found
 
     def live(self, route: Route) -> torch.Tensor:
         """The live elements that a route writes, in the shape of its move."""
@@ -152,6 +173,37 @@ class Replay:
                     tensors=[spec.name],
                 )
         return tensors.as_bytes(out)
+
+
+class Tie(NamedTuple):
+    """Two places, by index, that share bytes; the first has a route, and `distance` is in bytes."""
+
+    used: int
+    other: int
+    distance: int
+
+
+def ties(places: Sequence[Place], used: Sequence[int]) -> list[Tie]:
+    """Which places share bytes with those that are used; pure."""
+    routed = set(used)
+    by_memory: dict[int, list[tuple[int, int, int]]] = {places[index].memory: [] for index in used}
+    for index, place in enumerate(places):
+        box = place.view.box()
+        if place.memory in by_memory and box.count:
+            by_memory[place.memory].append((box.start, box.end, index))
+    found = []
+    for spans in by_memory.values():
+        near: list[tuple[int, int, int]] = []
+        for span in sorted(spans):
+            start, _, index = span
+            near = [other for other in near if other[1] > start]
+            for first, _, other in near:
+                one, two = (other, index) if other in routed else (index, other)
+                boxes = [places[one].view.box(), places[two].view.box()]
+                if one in routed and doubled(boxes):
+                    found.append(Tie(one, two, start - first if one == other else first - start))
+            near.append(span)
+    return found
 
 
 def whole(spec: TensorSpec, route: Route) -> bool:

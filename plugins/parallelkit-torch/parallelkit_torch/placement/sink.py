@@ -19,8 +19,9 @@ from parallelkit.errors import LoaderError, ManifestError, ManifestMismatchError
 from parallelkit.weights.manifest import Manifest
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
+from parallelkit_torch.placement.again import beside, left_out, written
 from parallelkit_torch.placement.observe import DTYPES, Notes, observe, observe_on_copy
-from parallelkit_torch.placement.proof import Proof, Routes, prove, written_places
+from parallelkit_torch.placement.proof import Proof, Routes, prove
 from parallelkit_torch.placement.record import ValuesNeededError
 from parallelkit_torch.placement.replay import Replay, invertible, whole
 from parallelkit_torch.placement.twin import Loader
@@ -147,7 +148,7 @@ class LoadedModule:
         return self._replay.read(spec, routes)
 
     def finish(self) -> None:
-        """Run the loader for the names that are its, and tell autograd of every change.
+        """Run the loader for the names that are its, and tell torch of every change.
 
         Raises:
             LoaderError: it raised, or did not write what it wrote when it was watched.
@@ -157,8 +158,7 @@ class LoadedModule:
         self._open = False
         if self._pending:
             self._load()
-        changed = [slot.tensor for slot in slots(self._module, transient=True)]
-        torch.autograd.graph.increment_version([t for t in changed if not t.is_inference()])
+        tensors.mark_written(slot.tensor for slot in slots(self._module, transient=True))
 
     def explain(self) -> str:
         """Say how many names are recorded, and which are the loader's and why."""
@@ -260,15 +260,24 @@ class LoadedModule:
         self._compared = True
 
     def _check_written(self, notes: Notes) -> None:
-        """The loader must write all that it wrote of these names when it was watched first."""
+        """The loader must write all that it wrote of these names when it was watched first.
+
+        And nothing that the recorded copies write, which are in place before it runs.
+        """
         assert self._proof is not None
-        done, given = written_places(notes), self._given()
-        for name, places in self._proof.touched.items():
-            lacking = sorted(places - done.get(name, frozenset())) if name in given else ()
-            if lacking:
+        lacking = left_out(self._proof.touched, written(notes), sorted(self._given()))
+        if lacking:
+            raise LoaderError(
+                f"the loader wrote {lacking}, which it did when it was watched first; the module "
+                "is of no version"
+            )
+        if self._compared:
+            places = [place.name for place in self._proof.places]
+            over = beside(notes, self._proof.routes, places)
+            if over:
                 raise LoaderError(
-                    f"the loader wrote nothing of {name!r} to {', '.join(map(repr, lacking[:3]))}, "
-                    "which it did when it was watched first; the module is of no version"
+                    f"the loader wrote into {over!r} too, of which it was given nothing and which "
+                    "it did not when it was watched first; the module is of no version"
                 )
 
     def _given(self) -> frozenset[str]:

@@ -114,11 +114,11 @@ CASES: list[tuple[Callable[[Net], nn.Module], dict[str, Any], str, int, int]] = 
     (split, {"fullgraph": True}, "compiled as a whole", 1, 0),
 ]
 BEFORE = {
-    replicate: "step 1: replicated 2 times",
-    shard: "step 1: sharded: 16 of 16 parameters over data_shard 2",
-    shard_one_unit: "step 2: FSDP2 gathers 1 unit(s)",
-    shard_checkpointed: "step 1: activation checkpoints around 3 part(s)",
-    split: "step 1: sharded: 9 of 16 parameters over tensor 2",
+    replicate: "1. replicated 2 times",
+    shard: "1. sharded: 16 of 16 parameters over data_shard 2",
+    shard_one_unit: "2. FSDP2 gathers 1 unit(s)",
+    shard_checkpointed: "1. activation checkpoints around 3 part(s)",
+    split: "1. sharded: 9 of 16 parameters over tensor 2",
 }
 
 for wrap, options, told, graphs, breaks in CASES:

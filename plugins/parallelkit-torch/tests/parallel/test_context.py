@@ -50,6 +50,7 @@ def test_world_of_one_is_the_model_itself(group: TorchProcessGroup, mode: str | 
     assert context.parallelize(model) is model
     assert context.mode == context.effective
     assert "world of one" in context.explain()
+    assert "Linear, what was done to it:\n  1. " in context.explain()
     assert [int(b) for b in context.shard(list(range(3)))] == [0, 1, 2]
     context.reset()
     context.reset()

@@ -63,6 +63,9 @@ def test_an_engine_follows_a_trainer_of_other_names(verify: str, dtype: torch.dt
                 change(model, seed)
                 report = step(publisher, follower)
                 assert report.members[0].state == "committed"
+                said = report.members[0].verified
+                read = verify == "readback" and dtype == torch.float32  # what is cast is not
+                assert said.startswith("live memory; staged" if read else "staged bytes"), said
                 with torch.no_grad():
                     twin.load_weights(model.named_parameters(remove_duplicate=False))
                 with follower.use() as current:
@@ -210,3 +213,60 @@ def test_two_processes() -> None:
                 assert process.wait(60) == 0
             finally:
                 process.kill()
+
+
+class Quantised(nn.Module):
+    """One layer that fuses and quantises what arrives under three names, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(6, 4, dtype=torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.fails = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for count, (name, weight) in enumerate(weights):
+            if self.fails and count == 2:
+                raise OSError("no space")
+            part = "abc".index(name)
+            scale = weight.abs().max() / 127
+            self.scales.data[part] = scale
+            self.rows.data[2 * part : 2 * part + 2] = (weight / scale).round().to(torch.int8)
+
+
+def test_a_quantised_layer_of_which_two_of_three_tensors_came_is_right_after_the_next_update() -> (
+    None
+):
+    model = Tree({name: torch.ones(2, 4) for name in "abc"})
+    engine, twin = Quantised(), Quantised()
+    with pk.publish_weights(model, timeout=20) as publisher:
+        with pk.subscribe_weights(engine, publisher.ticket, loader=engine.load_weights) as follower:
+            change(model, 1)
+            step(publisher, follower)
+            before = dict(state(engine))
+            engine.fails = True
+            change(model, 2)
+            errors: list[PartialCommitError] = []
+
+            def update() -> None:
+                try:
+                    publisher.update()
+                except PartialCommitError as error:
+                    errors.append(error)
+
+            failed = threading.Thread(target=update)
+            failed.start()
+            with pytest.raises(QuarantinedError, match="no space"):
+                follower.step(20)
+            failed.join(30)
+            assert "no space" in str(errors[0].report)
+            assert dict(state(engine)) != before, "it failed in the middle"
+            with pytest.raises(QuarantinedError), follower.use():
+                pass
+            engine.fails = False
+            change(model, 3)
+            step(publisher, follower)
+            with torch.no_grad():
+                twin.load_weights(model.named_parameters())
+            with follower.use() as current:
+                assert dict(state(current)) == dict(state(twin))
