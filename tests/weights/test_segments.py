@@ -43,9 +43,9 @@ def open_fds():
 def _no_descriptor_and_no_name_is_left():
     before, names = open_fds(), set(SHM_DIR.iterdir())
     yield
-    if open_fds() != before:
+    if open_fds() - before:
         gc.collect()  # views that outlive their segment hold its descriptor
-    assert open_fds() == before
+    assert open_fds() <= before  # what an earlier test left to the collector may have gone
     assert {p for p in set(SHM_DIR.iterdir()) - names if p.name.startswith("parallelkit")} == set()
 
 
@@ -270,10 +270,12 @@ def test_close_with_views_alive(request, made, end):
 
 
 def test_close_without_views_unmaps():
+    gc.collect()  # segments that earlier tests left behind
+    mapped = Path("/proc/self/maps").read_text().count("parallelkit")
     segment = Segment.create(1 << 20)
-    assert "parallelkit" in Path("/proc/self/maps").read_text()
+    assert Path("/proc/self/maps").read_text().count("parallelkit") > mapped
     segment.close()
-    assert "parallelkit" not in Path("/proc/self/maps").read_text()
+    assert Path("/proc/self/maps").read_text().count("parallelkit") == mapped
     segment.close()
     with pytest.raises(ValueError, match="released"):
         _ = segment.arena
