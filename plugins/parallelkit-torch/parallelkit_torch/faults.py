@@ -7,14 +7,15 @@ that posted nothing did not take part, or is gone. Nothing of this runs while al
 from __future__ import annotations
 
 import re
-import threading
 import time
+from functools import partial
 from typing import Literal, NamedTuple
 
 import attrs
 from torch._C._distributed_c10d import Store
 
 from parallelkit.errors import CollectiveError, CollectiveTimeoutError
+from parallelkit_torch.letting_go import run_aside
 
 _GRACE_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
@@ -100,14 +101,8 @@ def _ask(store: Store | None, mine: _Post, rank: int, world: int) -> dict[int, _
     if store is None:
         return None
     findings = _Findings()
-    thread = threading.Thread(
-        target=_collect,
-        args=(findings, store, mine, rank, world),
-        name="parallelkit-faults",
-        daemon=True,
-    )
-    thread.start()
-    thread.join(2 * _GRACE_SECONDS)
+    work = partial(_collect, findings, store, mine, rank, world)
+    run_aside(work, "parallelkit-faults", 2 * _GRACE_SECONDS)
     return findings.posted if findings.complete else None
 
 

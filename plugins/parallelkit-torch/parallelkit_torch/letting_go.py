@@ -1,15 +1,21 @@
-"""Before a process ends: let gloo's threads drop the tensors that they moved.
+"""Before a process ends: let threads that are inside torch come out of it.
 
 A thread of gloo that finished a collective may be the last to hold its tensors, and then needs
 Python's lock to free them. If Python is ending by then, it stops that thread on the spot, and C++
 ends the process: "terminate called without an active exception", exit code -6, after all work was
 done. torch 2.13 alone does so too: seldom on a loaded machine, and in a third of all runs of two
 ranks whose lock changes hands rarely (`sys.setswitchinterval(1000)`).
+
+A thread of ours that asks a store, whose host may be stopped, comes out of torch with the same need
+when that host goes on.
 """
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +23,39 @@ _THREAD: Final = b"(pt_gloo_runloop)"
 _TASKS: Final = Path("/proc/self/task")
 _LOOK_SECONDS: Final = 0.0005
 _BLIND_SECONDS: Final = 0.01
+#: How long the end of Python waits for threads that were given up. Nothing else can free them.
+_END_SECONDS: Final = 5.0
+
+_left: list[threading.Thread] = []
+
+
+def run_aside(work: Callable[[], None], name: str, seconds: float) -> bool:
+    """Call what may block inside torch in a thread, and wait for it so long.
+
+    One that is given up does not keep the process alive, but its end waits for it: for five
+    seconds at most, all of them together.
+
+    Args:
+        work: what to call; name: of the thread; seconds: to wait for it.
+
+    Returns:
+        Whether it has ended.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not thread.is_alive():
+        return True
+    if not _left:
+        atexit.register(_await_left)
+    _left.append(thread)
+    return False
+
+
+def _await_left() -> None:
+    end = time.monotonic() + _END_SECONDS
+    for thread in _left:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def await_gloo(limit: float = 1.0) -> None:

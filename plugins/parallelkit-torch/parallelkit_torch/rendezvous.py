@@ -11,7 +11,6 @@ import errno
 import secrets
 import socket
 import struct
-import threading
 import time
 from datetime import timedelta
 from typing import NoReturn
@@ -25,6 +24,7 @@ from parallelkit.meeting.address import listen, resolve
 from parallelkit.meeting.clock import Deadline, unreachable_error
 from parallelkit.specs import GroupSpec
 from parallelkit_torch.arrival import await_everyone, await_word
+from parallelkit_torch.letting_go import run_aside
 from parallelkit_torch.wire import HashStore, PrefixStore, Store, TCPStore
 
 # What torch's own client begins with: "validate" and a magic number, "ping" and a nonce.
@@ -160,9 +160,7 @@ def _client(address: str, port: int, deadline: Deadline) -> TCPStore:
         except RuntimeError as error:
             found.append(error)
 
-    thread = threading.Thread(target=connect, name="parallelkit-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    run_aside(connect, "parallelkit-store", seconds)
     if not found:
         raise TimeoutError(errno.ETIMEDOUT, "what listens there does not answer as a store")
     if isinstance(found[0], RuntimeError):
