@@ -229,6 +229,18 @@ class ManifestError(WeightTransferError):
     """A model or manifest cannot be published: a bad name, dtype, shape or alias."""
 
 
+class NonFiniteError(ManifestError):
+    """The model holds NaN or infinity, and `check_finite` was asked for; nothing was sent.
+
+    Attributes:
+        tensors: names of the tensors that do.
+    """
+
+    def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
+
+
 class ManifestMismatchError(WeightTransferError):
     """The publisher's manifest is not exactly what the target needs.
 
@@ -341,3 +353,7 @@ class QuarantinedError(WeightTransferError):
 
     It comes back by the next full commit. The message says what happened.
     """
+
+
+class EngineError(WeightTransferError):
+    """An inference engine cannot be attached, or refused or failed a call; the message names it."""

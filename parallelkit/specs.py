@@ -315,6 +315,23 @@ class TransportSpec:
 
 
 @attrs.frozen(kw_only=True)
+class EngineCommit:
+    """What an inference engine did to put a version in place, as its client measured it.
+
+    Attributes:
+        pause_seconds: for how long it generated nothing.
+        cache: what became of keys and values computed with the old weights: `reset` or `kept`.
+        weight_version: what the engine says that it serves now, as text; "" if it cannot say.
+        notes: anything the reader of the report should know.
+    """
+
+    pause_seconds: float
+    cache: str
+    weight_version: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
 class LaunchSpec:
     """A script to be started on several ranks of this host.
 
