@@ -357,3 +357,24 @@ class QuarantinedError(WeightTransferError):
 
 class EngineError(WeightTransferError):
     """An inference engine cannot be attached, or refused or failed a call; the message names it."""
+
+
+class EngineCommitError(EngineError):
+    """An engine failed while a decided version was put in place; it generates nothing until a
+    later commit works.
+
+    Attributes:
+        step: what failed, such as `update_weights`.
+    """
+
+    def __init__(self, message: str, *, step: str = "") -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class UnguardedEngineError(EngineError):
+    """A server's admin routes, or the way to it, would be open to anyone: refused."""
+
+
+class EngineTokenError(EngineError):
+    """The token of a server's guard is missing, too weak or another one."""
