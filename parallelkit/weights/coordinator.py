@@ -9,16 +9,14 @@ from typing import Final
 
 import attrs
 
-from parallelkit.errors import (
-    PartialCommitError,
-    UpdateTimeoutError,
-    VersionError,
-)
-from parallelkit.protocols import WeightSource
+from parallelkit.errors import UpdateTimeoutError
+from parallelkit.protocols import EngineClient, WeightSource
 from parallelkit.weights import messages as m
 from parallelkit.weights.collective import Crew, Message
 from parallelkit.weights.control import ControlServer, Stop
 from parallelkit.weights.endpoint import parse_endpoint
+from parallelkit.weights.engine_round import EngineRound
+from parallelkit.weights.engines import Engine, Engines
 from parallelkit.weights.exporter import Exporter, Hashed
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.kept import Kept
@@ -34,7 +32,8 @@ from parallelkit.weights.orders import (
     raise_failed,
     staged,
 )
-from parallelkit.weights.report import MemberReport, TransferReport
+from parallelkit.weights.outcome import raise_unless_everywhere, verified
+from parallelkit.weights.report import EngineReport, MemberReport, TransferReport
 from parallelkit.weights.routes import Post, Routes, describe
 from parallelkit.weights.ticket import TicketOffice
 from parallelkit.weights.truth import Truth, hashed_from_plain
@@ -43,15 +42,6 @@ from parallelkit.weights.update import Update
 #: After this many committed versions in a row without a changed byte, the report warns.
 UNCHANGED_ALARM: Final = 3
 TICKET_SECONDS: Final = 300.0
-#: The wire carries versions below this.
-MAX_VERSION: Final = 2**62
-
-_VERIFIED: Final = {
-    "digest": "verified: every byte, at the source and as received",
-    "readback": "verified: every byte, at the source, as received and in live memory",
-    "sample": "verified: a sixteenth of the bytes, chosen anew each version",
-    "off": "not verified (verify='off')",
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -123,6 +113,7 @@ class Coordinator:
             sources=self.routes.sources,
             version=lambda: self.version,
         )
+        self.engines = Engines(self.members, self.office, self.drop)
         self.server.start(self.members)
 
     @property
@@ -140,6 +131,7 @@ class Coordinator:
         started, clock = time.time(), time.monotonic()
         self.server.check()
         self._dismiss_broken_groups()
+        self.engines.refresh()
         self.members.begin_update(self.settings.timeout)
         self._source.begin()
         if self.settings.aliased:
@@ -155,26 +147,34 @@ class Coordinator:
             in_place=self.settings.commit == "in_place",
         )
         update.phases["look"] = time.monotonic() - clock
+        engines = EngineRound(self.engines, version)
         try:
+            self._ask(engines, update)
             truths = self._prepare(update)
         except BaseException as error:
             self.members.ignore()
             self._bump()
             update.abort(str(error) or type(error).__name__)
+            engines.abort(str(error) or type(error).__name__)
             raise
         self.version = version  # decided: from here on the number is used, whatever happens
         self.exporter.committed()
         self._keep(update, truths)
         members: list[MemberReport] | None = None
         try:
-            members = update.commit(truths, readback=self.settings.verify == "readback")
+            engines.decided(time.monotonic() + self.settings.timeout)
+            readback = self.settings.verify == "readback"
+            members = update.commit(truths, readback=readback, settled=engines.settled)
+            of_engines, members = engines.finish(members)
         finally:
             self.members.ignore()
+            if members is None:
+                engines.abort("the publisher was interrupted")
             if members is None or any(r.state in ("quarantined", "lost") for r in members):
                 self._bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")
         update.lap("commit")
-        return self._report(update, started, members, truths)
+        return self._report(update, started, members, of_engines, truths)
 
     def offer_kept(self) -> None:
         """Let members that join from now on have the last committed version at once.
@@ -210,6 +210,21 @@ class Coordinator:
                 + "; a subscriber joins with pk.subscribe_weights(model, ticket)"
             )
 
+    def attach(self, target: object, client: EngineClient) -> Engine:
+        """Let an engine follow; of a version that is kept, at once."""
+        self.server.check()
+        seconds = self.settings.timeout
+        deadline = time.monotonic() + seconds
+        kept = self._kept.version if self._kept is not None else 0
+        engine = self.engines.attach(target, client, seconds, kept)
+        if kept:
+            try:
+                EngineRound(self.engines, kept).bring(engine, deadline)
+            except BaseException:
+                self.engines.abandon(engine)
+                raise
+        return engine
+
     def stop(self) -> None:
         """Make an update that is waiting end, so that `close` can follow."""
         self.members.inbox.put(Stop())
@@ -220,6 +235,7 @@ class Coordinator:
             if member.present:
                 self.server.send(member.route, m.Close(reason=reason))
         self.server.close()
+        self.engines.close()
         self._release()
 
     def drop(self, member: Member, reason: str) -> None:
@@ -266,6 +282,16 @@ class Coordinator:
     def _bump(self) -> int:
         self.epoch = self.exporter.arena.bump()
         return self.epoch
+
+    def _ask(self, engines: EngineRound, update: Update) -> None:
+        """Ask attached engines whether they can take part; nothing was sent yet."""
+        if not self.engines.present:
+            return
+        failures = engines.begin(update.members, update.deadline)
+        update.lap("ask")
+        if failures:
+            texts = {name: str(error) for name, error in failures.items()}
+            raise update.aborted("begin", texts, next(iter(failures.values())))
 
     def _prepare(self, update: Update) -> dict[Needs, Truth]:
         """Everything before the decision; any error here leaves every member as it was."""
@@ -348,6 +374,7 @@ class Coordinator:
         update: Update,
         started: float,
         members: list[MemberReport],
+        engines: list[EngineReport],
         truths: dict[Needs, Truth],
     ) -> TransferReport:
         ratio, notes = self._changes(truths.values()), []
@@ -355,39 +382,28 @@ class Coordinator:
             notes.append("no member of a complete group was there; nothing was sent")
         if self._kept is not None and not members:
             notes.append("the version is kept for members that join")
-        notes += self.members.absent(new=True)
+        notes += self.members.absent(new=True) + self.engines.absent()
         if self.unchanged_alarm():
             notes.append(self.unchanged_alarm())
         if any(report.state == "staged" for report in members):
             notes.append("staged members go live at their next step() or use()")
+        said = verified(self.settings.verify, self.settings.commit)
         report = TransferReport(
             version=update.version,
             nbytes=self.manifest.nbytes,
             tensors=len(self.manifest.tensors),
             transport=describe(r.transport for r in members) or self.routes.choice.name,
             verify=self.settings.verify,
-            verified=self._verified() if members else "nothing was sent",
+            verified=said if members else "nothing was sent",
             phases=update.phases,
             started_at=started,
             members=tuple(members),
+            engines=tuple(engines),
             changed_ratio=ratio,
             notes=tuple(notes),
         )
-        if report.quarantined:
-            details = "; ".join(
-                f"{r.name}: {r.state}, {r.reason}" for r in members if r.name in report.quarantined
-            )
-            raise PartialCommitError(
-                f"version {update.version} was committed, but not everywhere. {details}. Members "
-                "not named are at the new version; quarantined ones serve nothing and come back "
-                "by the next update",
-                report=report,
-            )
+        raise_unless_everywhere(report)
         return report
-
-    def _verified(self) -> str:
-        said = _VERIFIED[self.settings.verify]
-        return said.replace("received", "placed") if self.settings.commit == "in_place" else said
 
     def unchanged_alarm(self) -> str:
         """What to warn of when nothing changes for too long, or ""."""
@@ -422,19 +438,3 @@ class Coordinator:
 
     def _phase(self, name: str) -> None:
         self._phase_hook(name)
-
-
-def next_version(current: int, asked: int | None) -> int:
-    """The version an update will have.
-
-    Raises:
-        VersionError: `asked` is not an integer above `current`.
-    """
-    if asked is None and current + 1 < MAX_VERSION:
-        return current + 1
-    if isinstance(asked, bool) or not isinstance(asked, int) or not current < asked < MAX_VERSION:
-        raise VersionError(
-            f"version is {asked!r}; the last committed version is {current} and versions only move "
-            "forward"
-        )
-    return asked

@@ -148,6 +148,16 @@ class TicketOffice:
             ticket = self._issued[number - 1]
             return not ticket.joined and not _expired(ticket)
 
+    def label(self, number: int) -> str:
+        """The name in reports of the group of ticket `number`."""
+        with self._lock:
+            return self._issued[number - 1].label
+
+    def revoke(self, number: int) -> None:
+        """Ticket `number` is good for nothing any more."""
+        with self._lock:
+            self._issued[number - 1].expires_at = 0.0
+
     def redeem(self, token: bytes, member: int) -> IssuedTicket:
         """Use a ticket for one member rank.
 
