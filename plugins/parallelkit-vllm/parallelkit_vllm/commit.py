@@ -92,8 +92,14 @@ async def commit(
     return await asyncio.shield(task)
 
 
-async def check_ready(engine: Any, *, deadline: float, name: str = "the engine") -> None:
+async def check_ready(
+    engine: Any, *, deadline: float, name: str = "the engine", ours: bool = False
+) -> None:
     """See that a commit could begin now.
+
+    Args:
+        ours: a pause may be left of a commit that failed: resume first. Only where nobody can
+            generate.
 
     Raises:
         StateError: it is asleep or paused, or an earlier commit hangs in it.
@@ -103,11 +109,13 @@ async def check_ready(engine: Any, *, deadline: float, name: str = "the engine")
     hanging = _hanging.get(engine)
     if hanging:
         raise StateError(
-            f"{name}: {', '.join(sorted(set(hanging.values())))} of an earlier commit has not "
+            f"{name}: {', '.join(sorted(set(hanging.values())))} of an earlier call has not "
             "returned yet: wait for it, or start the engine again"
         )
     _refuse_dead(engine, name)
-    steps = _Steps(engine, name)
+    steps = EngineCalls(engine, name)
+    if ours:
+        await steps.run("resume", engine.resume_generation(), deadline)
     if await steps.run("is_sleeping", engine.is_sleeping(), deadline):
         raise StateError(
             f"{name} is asleep or paused, so it takes no update: wake it up (wake_up) or resume "
@@ -128,7 +136,7 @@ async def halt(
         PeerLostError, UpdateTimeoutError, EngineCommitError: as `commit`; the door stays shut.
     """
     _refuse_dead(engine, name)
-    steps = _Steps(engine, name)
+    steps = EngineCalls(engine, name)
     try:
         await steps.run("abort", engine.pause_generation(mode="abort"), deadline)
         if door is not None:
@@ -147,7 +155,7 @@ async def _commit(
     door: Door | None,
 ) -> EngineCommit:
     await check_ready(engine, deadline=deadline, name=name)
-    steps = _Steps(engine, name)
+    steps = EngineCalls(engine, name)
     notes: list[str] = []
     began = time.monotonic()
     try:
@@ -176,7 +184,7 @@ async def _commit(
     )
 
 
-async def _recover(steps: _Steps, error: BaseException, door: Door | None) -> None:
+async def _recover(steps: EngineCalls, error: BaseException, door: Door | None) -> None:
     """A commit failed: shut the door, end what is in flight, resume. Raises nothing."""
     if door is not None:
         door.shut(f"{type(error).__name__}: {error}")
@@ -236,7 +244,7 @@ def _refuse_dead(engine: Any, name: str) -> None:
         raise PeerLostError(f"{name} is dead: {engine.dead_error}", peers=[name])
 
 
-class _Steps:
+class EngineCalls:
     """Calls of one engine, each with the deadline; one that is late is left, not cancelled."""
 
     def __init__(self, engine: Any, name: str) -> None:
