@@ -85,6 +85,11 @@ class WeightSubscriber:
             return "quarantined"
         return "current" if self._version else "waiting"
 
+    @property
+    def connected(self) -> bool:
+        """Whether updates can still come: not closed, and `serve` has not lost the publisher."""
+        return not self._closed and not isinstance(self._error, PeerLostError)
+
     def step(self, timeout: float | None = None) -> int:
         """Take part in one update and put it in place; returns the live version.
 
