@@ -359,6 +359,10 @@ class DemoSpec:
         steps: optimiser steps; every: steps between two updates of the follower.
         ranks: trainer processes.
         output: path of the HTML report.
+        engine: what follows: `module`, the same model in a process of its own; `vllm`, a vLLM
+            server; `auto`, vLLM where this Python has it or `engine_python` is given, else module.
+        engine_python: the Python that runs the engine; empty: this one, or the one that the
+            variable `PARALLELKIT_VLLM_PYTHON` names.
     """
 
     framework: str = "auto"
@@ -367,6 +371,8 @@ class DemoSpec:
     every: int = 50
     ranks: int = 2
     output: str = "report.html"
+    engine: str = "auto"
+    engine_python: str = ""
 
 
 @attrs.frozen(kw_only=True)

@@ -18,8 +18,8 @@ from typing import Final
 
 import attrs
 
+from parallelkit.demo.events import Event, read
 from parallelkit.errors import ParallelKitError
-from parallelkit_torch.demo.events import Event, read
 
 _TAIL_LINES: Final = 12
 _GRACE_SECONDS: Final = 3.0

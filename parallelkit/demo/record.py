@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import attrs
 import numpy as np
 
+from parallelkit.demo.config import GREEDY, Settings
+from parallelkit.demo.events import Event, Followed, Started, Step, Updated
 from parallelkit.weights.report import TransferReport, report_from_dict
-from parallelkit_torch.demo.config import Settings
-from parallelkit_torch.demo.events import Event, Followed, Started, Step, Updated
+
+#: Two tokens whose logits are as close as this are equally likely to two implementations in
+#: float32; theirs differ by some 1e-6.
+TIE: Final = 1e-3
+
+
+def agreeing(mine: Updated, theirs: Followed) -> int:
+    """How many of the engine's tokens are the trainer's likeliest.
+
+    From a token on that was as likely as another the texts part, and nothing is compared.
+
+    Returns:
+        The number of equal tokens, all of them where they parted at such a tie; -1 for a token
+        that is another, or for texts of other lengths.
+    """
+    if not len(mine.greedy) == len(mine.margins) == len(theirs.greedy) == GREEDY:
+        return -1
+    for place, (one, other) in enumerate(zip(mine.greedy, theirs.greedy, strict=True)):
+        if one != other:
+            return place if mine.margins[place] < TIE else -1
+    return GREEDY
 
 
 @attrs.frozen(kw_only=True)
@@ -30,10 +53,31 @@ class Version:
         return report_from_dict(self.updated.report)
 
     @property
+    def generated(self) -> bool:
+        """Whether an engine followed, whose tokens are compared and not its logits."""
+        return bool(self.updated.greedy or self.followed.greedy)
+
+    @property
     def equal(self) -> bool:
-        """Whether both ends computed the same logits, by digest and, where sent, by bytes."""
+        """Whether both ends computed the same.
+
+        A module's logits by digest and, where sent, by bytes; an engine's likeliest tokens.
+        """
         mine, theirs = self.updated, self.followed
+        if self.generated:
+            return agreeing(mine, theirs) >= 0
         return mine.digest == theirs.digest and mine.logits == theirs.logits
+
+    @property
+    def comparison(self) -> str:
+        """What was compared, and what came of it, in a few words."""
+        if not self.generated:
+            return "logits equal bit for bit" if self.equal else "LOGITS DIFFER"
+        if not self.equal:
+            return "TOKENS DIFFER"
+        same = agreeing(self.updated, self.followed)
+        rest = "" if same == GREEDY else ", then two equally likely ones"
+        return f"{same} likeliest tokens equal the trainer's{rest}"
 
     @property
     def difference(self) -> float | None:
@@ -89,7 +133,7 @@ class Run:
 
     @property
     def equal(self) -> bool:
-        """Whether the run is complete and every version's logits are equal bit for bit."""
+        """Whether the run is complete and at every version both ends computed the same."""
         return self.complete and all(version.equal for version in self.versions)
 
     @property
@@ -98,11 +142,14 @@ class Run:
         if not self.complete:
             due = len(self.settings.update_steps)
             return f"incomplete: {len(self.versions)} of {due} versions arrived at both ends"
+        engine = self.settings.engine == "vllm"
+        if self.equal and engine:
+            return "the engine's likeliest tokens are the trainer's at every version"
         if self.equal:
             return "the follower's logits equal the trainer's bit for bit at every version"
-        wrong = [str(version.number) for version in self.versions if not version.equal]
+        wrong = ", ".join(str(version.number) for version in self.versions if not version.equal)
+        if engine:
+            return f"the engine's tokens are not the trainer's at version {wrong}"
         difference = self.versions[-1].difference
         size = "" if difference is None else f"; largest difference at the last: {difference:.3g}"
-        return (
-            f"the follower's logits differ from the trainer's at version {', '.join(wrong)}{size}"
-        )
+        return f"the follower's logits differ from the trainer's at version {wrong}{size}"

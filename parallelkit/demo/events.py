@@ -22,6 +22,20 @@ class TicketReady(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=T
     ticket: str
 
 
+class Starting(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The engine: it is not ready yet, and lives."""
+
+    seconds: float
+
+
+class EngineReady(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The engine: it can be attached at `url`, with `token`; `name` says what it is."""
+
+    url: str
+    token: str
+    name: str
+
+
 class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
     """The trainer: one optimiser step is done. `loss` is the mean over ranks, in nats."""
 
@@ -38,6 +52,8 @@ class Updated(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True)
         validation: loss on the held-out batch, in nats.
         digest: SHA-256 of the bytes of the logits of that batch.
         logits: the bytes themselves, float32, with the last version only.
+        greedy: with an engine, the likeliest tokens after the prompt; margins: by how much each
+            was likelier than the next, in logits.
     """
 
     step: int
@@ -46,18 +62,33 @@ class Updated(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True)
     validation: float
     digest: str
     logits: bytes = b""
+    greedy: list[int] = []
+    margins: list[float] = []
 
 
 class Followed(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
-    """The follower: a version is live there; `digest` and `logits` as in `Updated`."""
+    """The follower: a version is live there; `digest` and `logits` as in `Updated`.
+
+    Attributes:
+        greedy: of an engine, instead of logits: the likeliest tokens after the prompt.
+        written: tokens that it has generated since the version before, of all requests.
+        gap: the longest time between two tokens of one request in that time, in seconds.
+    """
 
     version: int
     sample: str
-    digest: str
+    digest: str = ""
     logits: bytes = b""
+    greedy: list[int] = []
+    written: int = 0
+    gap: float = 0.0
 
 
-Event = Started | TicketReady | Step | Updated | Followed
+class Finished(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
+    """The trainer: the last version is committed and the publisher closed."""
+
+
+Event = Started | TicketReady | Starting | EngineReady | Step | Updated | Followed | Finished
 
 _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final[msgspec.json.Decoder[Event]] = msgspec.json.Decoder(Event)
