@@ -337,7 +337,8 @@ class WeightSink(Protocol):
     def write(self, index: int, data: memoryview) -> None:
         """Place the row-major bytes of tensor `index`, where `destination` gave None.
 
-        `data` is the publisher's memory: copy out of it, keep no view.
+        `data` may be memory of the publisher, or of others: do not write into it. It stays, with
+        these bytes, until `finish` returns or the next `begin`; keep no view of it beyond.
         """
 
     def host_bytes(self, index: int) -> memoryview:
