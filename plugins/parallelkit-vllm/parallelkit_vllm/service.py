@@ -20,7 +20,6 @@ from parallelkit_vllm import wire
 from parallelkit_vllm.commit import RECOVERY_SECONDS, EngineCalls, check_ready, commit, halt
 from parallelkit_vllm.door import TaskDoor
 
-NAME: Final = "the engine behind this server"
 _STATUS_SECONDS: Final = 5.0
 #: What a worker leaves of the time to join, so that its own error arrives before ours, in seconds.
 _WORKER_MARGIN: Final = 1.0
@@ -85,7 +84,7 @@ class EngineService:
         self._check_owner(body.owner)
         if body.version < self._version:
             raise VersionError(
-                f"commit of version {body.version}: {NAME} is at version {self._version}"
+                f"commit of version {body.version}: {wire.ENGINE} is at version {self._version}"
             )
         if body.version == self._version and self._last is not None and not self._door.reason:
             return self._last
@@ -117,7 +116,7 @@ class EngineService:
         dead = bool(self._engine.errored)
         served = None
         if not dead and hasattr(self._engine, "get_weight_version"):
-            calls = EngineCalls(self._engine, NAME)
+            calls = EngineCalls(self._engine, wire.ENGINE)
             with contextlib.suppress(ParallelKitError):
                 end = time.monotonic() + _STATUS_SECONDS
                 call = self._engine.get_weight_version()
@@ -140,10 +139,10 @@ class EngineService:
     async def _init(self, body: wire.InitBody) -> dict[str, Any]:
         deadline = time.monotonic() + body.timeout
         ours = bool(self._door.reason)
-        await check_ready(self._engine, deadline=deadline, name=NAME, ours=ours)
+        await check_ready(self._engine, deadline=deadline, name=wire.ENGINE, ours=ours)
         seconds = max(body.timeout - _WORKER_MARGIN, body.timeout / 2)
         info = {"ticket": body.ticket, "timeout": seconds}
-        calls = EngineCalls(self._engine, NAME)
+        calls = EngineCalls(self._engine, wire.ENGINE)
         call = self._engine.init_weight_transfer_engine(_init_request(info))
         await calls.run("init_weight_transfer_engine", call, deadline)
         self._owner, self._version, self._last, self._begun = body.owner, 0, None, 0
@@ -152,7 +151,7 @@ class EngineService:
     async def _begin(self, body: wire.BeginBody) -> dict[str, Any]:
         deadline = time.monotonic() + body.lease
         ours = bool(self._door.reason)
-        await check_ready(self._engine, deadline=deadline, name=NAME, ours=ours)
+        await check_ready(self._engine, deadline=deadline, name=wire.ENGINE, ours=ours)
         self._begun, self._lease = body.version, deadline
         return {"version": self._version}
 
@@ -165,7 +164,7 @@ class EngineService:
                 cache=body.cache,
                 pause=body.pause,
                 deadline=time.monotonic() + body.timeout,
-                name=NAME,
+                name=wire.ENGINE,
                 door=self._door,
             )
         finally:
@@ -185,7 +184,7 @@ class EngineService:
 
     async def _halt(self) -> None:
         deadline = time.monotonic() + RECOVERY_SECONDS
-        await halt(self._engine, deadline=deadline, name=NAME, door=self._door)
+        await halt(self._engine, deadline=deadline, name=wire.ENGINE, door=self._door)
 
     async def _alone(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` in a task of its own, with nothing else; at once or not at all."""
@@ -213,10 +212,8 @@ class EngineService:
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:
-            raise StateError(
-                f"{NAME} is attached to {'another publisher' if self._owner else 'no publisher'}: "
-                "attach it first"
-            )
+            whose = "another publisher" if self._owner else "no publisher"
+            raise StateError(f"{wire.ENGINE} is attached to {whose}: attach it first")
 
 
 def members_of(engine: Any) -> int:

@@ -15,6 +15,8 @@ PREFIX: Final = "/parallelkit"
 TOKEN_VARIABLE: Final = "PARALLELKIT_ENGINE_TOKEN"
 TOKEN_CHARACTERS: Final = 16
 MAX_BODY: Final = 16 * 1024
+#: What a guard calls its engine; a client puts the name that the user knows.
+ENGINE: Final = "the engine behind this server"
 
 Owner = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -135,7 +137,7 @@ def error_of(data: bytes, status: int, name: str) -> WeightTransferError:
     """Rebuild the error that a response of some other status than 200 tells.
 
     Args:
-        name: of the engine, put first unless the text has it.
+        name: of the engine, put in the place of what the guard calls it, or first.
     """
     try:
         problem = msgspec.json.decode(data, type=ProblemBody).error
@@ -143,8 +145,7 @@ def error_of(data: bytes, status: int, name: str) -> WeightTransferError:
         text = data[:200].decode("utf-8", "replace").strip()
         return EngineError(f"{name} answered HTTP {status}: {ascii(text) if text else 'no text'}")
     text = problem.message[:4000]
-    if name not in text:
-        text = f"{name}: {text}"
+    text = text.replace(ENGINE, name) if ENGINE in text else f"{name}: {text}"
     if problem.type not in _KNOWN:
         return EngineError(f"{text} (HTTP {status})")
     kind = getattr(errors, problem.type)

@@ -60,7 +60,8 @@ class Address:
             raise EngineError(f"attach({shown}): give http://127.0.0.1:<port> or https://<host>")
         if "@" in parts.netloc:
             raise EngineError("attach(url): no user or password in a URL; give token=")
-        if parts.query or parts.fragment or not url.isascii() or not url.isprintable():
+        clean = url.isascii() and url.isprintable() and " " not in url
+        if parts.query or parts.fragment or not clean:
             raise EngineError(f"attach({shown}): a base URL has no query, fragment or blanks")
         secure = parts.scheme == "https"
         if not secure and not is_loopback(parts.hostname):
@@ -191,6 +192,8 @@ class _Exchange:
             response = self._connection.getresponse()
             self.status = response.status
             self.data = response.read(MAX_ANSWER + 1)
+            if response.length and len(self.data) <= MAX_ANSWER:
+                raise http.client.IncompleteRead(self.data, response.length)
         except Exception as error:
             self.error = error
         finally:
