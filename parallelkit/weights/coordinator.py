@@ -53,6 +53,7 @@ class Settings:
     verify: str
     aliased: bool
     keep_last: bool
+    check_finite: bool
     timeout: float
     endpoint: str | None
     options: dict[str, object]
@@ -252,6 +253,7 @@ class Coordinator:
             host=host,
             slots=self._slots,
             seconds=self.settings.timeout,
+            check_finite=self.settings.check_finite,
         )
         if self._crew.several:
             self._crew.tell({"open": opening.to_plain()})
@@ -300,10 +302,15 @@ class Coordinator:
         if self.settings.keep_last:
             kinds = self.members.kinds() or [Needs.whole(self.manifest)]
         truths: dict[Needs, Truth] = {}
+        if self.settings.check_finite:  # nobody hears of a version that is refused
+            if aliased:
+                self.exporter.check_arena()
+            else:
+                truths = self._stage(update, kinds)
         update.begin()
         self._phase("begin")
         update.lap("begin")
-        if not aliased and kinds:
+        if not aliased and kinds and not self.settings.check_finite:
             truths = self._stage(update, kinds)
         update.wait_ready()
         update.lap("ready")

@@ -147,6 +147,7 @@ class WeightPublisher:
             VersionError: the version does not move forward.
             StateError: after close, or inside another update.
             ManifestError: the model is not what its manifest says any more.
+            NonFiniteError: with `check_finite`, it holds NaN or infinity; nothing was sent.
             PeerLostError, UpdateTimeoutError: rank 0 is gone; or, of a model that is spread over
                 ranks, one that holds a part of it is gone or was too slow: every member keeps
                 its old version, and the trainer's group is broken.

@@ -32,6 +32,7 @@ def publish_weights(
     timeout: float = 60.0,
     aliased: bool = False,
     keep_last: bool = False,
+    check_finite: bool = False,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> WeightPublisher:
@@ -65,6 +66,8 @@ def publish_weights(
             to members that join or come back, while the trainer does something else. Without it
             they wait for the next update. So does a member that keeps parts which none kept
             before.
+        check_finite: let `update` refuse NaN and infinity, before anything is sent; costs one more
+            read of the source.
         group: the trainer's ranks; default the current group, or none.
         options: for transports; `named=True` makes `shm` use a named segment, `encrypt=False`
             lets `tcp` send bytes in the clear, with keyed hashes.
@@ -92,6 +95,7 @@ def publish_weights(
         verify=verify,
         aliased=aliased,
         keep_last=keep_last,
+        check_finite=check_finite,
         timeout=timeout,
         endpoint=endpoint,
         options=options,
@@ -102,6 +106,8 @@ def publish_weights(
         _check_choice("verify", verify, VERIFY)
         _check_choice("commit", commit, COMMIT)
         check_timeout(timeout)
+        if not isinstance(check_finite, bool):
+            raise WeightTransferError(f"check_finite is {check_finite!r}; it is True or False")
         if keep_last and aliased:
             raise WeightTransferError(
                 "keep_last=True with aliased=True: the model lives in the arena, where the last "
@@ -113,6 +119,7 @@ def publish_weights(
             what = f"model {plan_transfer(source.manifest()).digest.hex()[:12]}"
         mine = f"{what}, {transport}, commit {commit}, verify {verify}, {timeout:g} s"
         mine += ", keep_last" if keep_last else ""
+        mine += ", check_finite" if check_finite else ""
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:
