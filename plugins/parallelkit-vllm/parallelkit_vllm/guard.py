@@ -152,7 +152,10 @@ class Guard:
         if path in DISTURBING and service is not None and service.under_way:
             raise StateError(f"{path} is refused while {service.under_way} is under way")
         if path in HARMLESS:
-            return await self._app(scope, receive, reply.send)
+            await self._app(scope, receive, reply.send)
+            if path in DISTURBING:
+                self._serve(scope).noted(path, reply.status)
+            return None
         async with self._door.inside():
             return await self._app(scope, receive, reply.send)
 
@@ -190,21 +193,21 @@ class Guard:
 
 
 class _Reply:
-    """Sends, and knows whether the answer has begun."""
+    """Sends, and knows whether the answer has begun: its status, 0 before."""
 
     def __init__(self, kind: str, receive: Receive, send: Send) -> None:
         self._kind = kind
         self._receive = receive
         self._send = send
-        self._started = False
+        self.status = 0
 
     async def send(self, message: asgi.Message) -> None:
-        self._started = True
+        self.status = self.status or message.get("status", 101)
         await self._send(message)
 
     async def refuse(self, status: int, problem: wire.Problem, headers: dict[str, str]) -> None:
         """Say no. An answer that has begun is left incomplete, so that it does not look whole."""
-        if self._started:
+        if self.status:
             return
         if self._kind == "websocket":
             await self._receive()  # websocket.connect

@@ -40,6 +40,7 @@ class EngineService:
         self._last: wire.Committed | None = None
         self._begun = 0
         self._lease = 0.0
+        self._opened = False  # an update, by vLLM's own routes
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -50,6 +51,14 @@ class EngineService:
         if self._begun and time.monotonic() < self._lease:
             return f"an update to version {self._begun}"
         return ""
+
+    def noted(self, path: str, status: int) -> None:
+        """An admin route of vLLM's was answered: follow whether an update is open by those."""
+        done = status == 200
+        if path in ("/start_weight_update", "/start_draft_weight_update") and done:
+            self._opened = True
+        elif (path == "/finish_weight_update" and done) or (path == "/update_weights" and not done):
+            self._opened = False
 
     async def init(self, body: wire.InitBody) -> dict[str, Any]:
         """Deliver a ticket; returns once every worker has joined.
@@ -70,6 +79,7 @@ class EngineService:
             PeerLostError, UpdateTimeoutError: it is dead, or does not answer.
         """
         self._check_owner(body.owner)
+        self._check_closed()
         return await self._alone(f"the begin of version {body.version}", self._begin(body))
 
     async def commit(self, body: wire.CommitBody) -> wire.Committed:
@@ -88,6 +98,7 @@ class EngineService:
             )
         if body.version == self._version and self._last is not None and not self._door.reason:
             return self._last
+        self._check_closed()
         return await self._alone(f"the commit of version {body.version}", self._commit(body))
 
     async def abort(self, body: wire.AbortBody) -> dict[str, Any]:
@@ -209,6 +220,13 @@ class EngineService:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # heard, where nobody waits for it any more
+
+    def _check_closed(self) -> None:
+        if self._opened:
+            raise StateError(
+                f"an update is open in {wire.ENGINE}, by its route /start_weight_update: "
+                "/finish_weight_update ends it"
+            )
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:

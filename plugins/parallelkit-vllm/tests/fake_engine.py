@@ -137,6 +137,7 @@ class FakeApp:
         self.seen: list[str] = []
         self.before: asyncio.Event | None = None
         self.started = False
+        self.status = 200
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -148,7 +149,7 @@ class FakeApp:
             await receive()
             return await send({"type": "websocket.accept"})
         if not scope["path"].endswith("/v1/completions"):
-            return await _whole(send, {"path": scope["path"]})
+            return await _whole(send, {"path": scope["path"]}, self.status)
         body = await read(receive)
         if self.before is not None:
             await self.before.wait()
@@ -159,8 +160,8 @@ class FakeApp:
         return await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _whole(send: Any, value: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+async def _whole(send: Any, value: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": json.dumps(value).encode()})
 
 

@@ -591,3 +591,26 @@ def test_a_pause_that_is_left_of_a_failed_commit_is_ended():
         assert (await rig.generate(1)).lines == [[0, 2]]
 
     run(main)
+
+
+def test_an_update_that_is_open_by_vllms_own_routes():
+    async def main(rig):
+        async def post(path, status=200):
+            rig.app.status = status
+            assert (await rig.ask(path, {}, token=TOKEN)).status == status
+
+        for opening in ("/start_weight_update", "/start_draft_weight_update"):
+            for closing, status in (("/finish_weight_update", 200), ("/update_weights", 500)):
+                await post(opening, 500)
+                assert (await rig.own("begin", version=1, lease=0.01)).status == 200
+                await asyncio.sleep(0.02)
+                await post(opening)
+                await post("/update_weights")
+                for answer in (await rig.own("begin", version=1, lease=1.0), await rig.commit(1)):
+                    assert answer.status == 409
+                    assert "/finish_weight_update ends it" in answer.message
+                await post(closing, status)
+        assert rig.engine.calls == []
+        assert (await rig.commit(1)).status == 200
+
+    run(main)
