@@ -95,11 +95,13 @@ class Script:
         return self.hear(field)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.communicate(timeout=1)
-        self.process.kill()
+        self.process.kill()  # nothing is lost: what it had to say was heard
         self.process.wait()
         self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -241,6 +241,23 @@ class TestChildren:
             with pytest.raises(DemoProcessError, match="killed: killed by SIGKILL"):
                 list(children.events())
 
+    def test_what_a_process_leaves_running_ends_with_it(self) -> None:
+        code = """if True:
+            import subprocess, sys
+            from parallelkit.demo.events import Step, say
+            away = {"stdout": sys.stderr, "stdin": subprocess.DEVNULL}
+            left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], **away)
+            say(Step(left.pid, 0.0))
+        """
+        with Children(30.0) as children:
+            children.start("careless", python(code), os.environ)
+            (event,) = children.events()
+            assert isinstance(event, Step)
+            deadline = time.monotonic() + 5
+            while alive(event.step):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
     def test_silence_ends(self) -> None:
         with Children(0.5) as children:
             children.start("silent", python("input()"), os.environ)
