@@ -30,6 +30,7 @@ from parallelkit.protocols import (
     ProcessGroup,
     PublisherTransport,
     SubscriberTransport,
+    ThreadBoundClient,
     WeightSink,
     WeightSource,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "Section",
     "SubscriberTransport",
     "TensorSpec",
+    "ThreadBoundClient",
     "TransportCandidate",
     "TransportRequest",
     "TransportSpec",

@@ -481,6 +481,8 @@ class EngineClient(Protocol):
     def begin(self, version: int, *, timeout: float) -> None:
         """An update is about to begin; nothing was sent for it yet.
 
+        Where it returns, one call of `commit`, `abort` or `quarantine` follows.
+
         Raises:
             StateError: the engine cannot take part: asleep, an update is open in it.
             PeerLostError: it is dead.
@@ -511,3 +513,15 @@ class EngineClient(Protocol):
     def close(self) -> None:
         """The publisher closed, or let the engine go, which goes on serving. Never blocks long;
         harmless when repeated."""
+
+
+@runtime_checkable
+class ThreadBoundClient(EngineClient, Protocol):
+    """A client of an engine that one thread of this process serves, such as by its event loop."""
+
+    def check_thread(self) -> None:
+        """See that the calling thread is another one; called by `attach` and `update` as such.
+
+        Raises:
+            StateError: it is that thread, which could not serve the engine while it waits.
+        """

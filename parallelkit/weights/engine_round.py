@@ -21,9 +21,11 @@ from parallelkit.errors import (
     ParallelKitError,
     PeerLostError,
     PluginContractError,
+    StateError,
     UpdateTimeoutError,
     WeightTransferError,
 )
+from parallelkit.protocols import ThreadBoundClient
 from parallelkit.specs import EngineCommit
 from parallelkit.weights.engines import Call, Engine, Engines
 from parallelkit.weights.members import Member
@@ -83,6 +85,8 @@ class EngineRound:
                 failures[engine.name] = _gone(engine, "it has lost a worker")
             elif engine.busy:
                 failures[engine.name] = _silent(engine, "it is still in its")
+            elif (problem := _wrong_thread(engine)) is not None:
+                failures[engine.name] = problem
             else:
                 asked.append((engine, self._ask(engine, seconds)))
         for engine, call in asked:
@@ -283,6 +287,15 @@ def _silent(engine: Engine, how: str) -> UpdateTimeoutError:
         f"publisher.drop({engine.name!r})",
         missing=[engine.name],
     )
+
+
+def _wrong_thread(engine: Engine) -> StateError | None:
+    if isinstance(engine.client, ThreadBoundClient):
+        try:
+            engine.client.check_thread()
+        except StateError as error:
+            return error
+    return None
 
 
 def _gone(engine: Engine, why: str) -> PeerLostError:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from parallelkit.errors import EngineError, PluginContractError, StateError, UpdateTimeoutError
-from parallelkit.protocols import EngineClient
+from parallelkit.protocols import EngineClient, ThreadBoundClient
 from parallelkit.weights.members import Member, Members
 from parallelkit.weights.ticket import TicketOffice
 
@@ -142,6 +142,8 @@ class Engines:
             UpdateTimeoutError: not every worker joined in time.
         """
         deadline = time.monotonic() + seconds
+        if isinstance(client, ThreadBoundClient):
+            client.check_thread()
         ticket, number = self._office.issue(client.members, seconds, client.name)
         label = self._office.label(number)
         engine = Engine(label, client, target, number, client.members)

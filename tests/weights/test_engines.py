@@ -616,3 +616,36 @@ def test_notes_of_an_engine_are_shown(attached):
     assert report.pause_seconds == 0.25
     line = "engine-0: committed, version 2, pause 250.0 ms, cache kept (keeps what it had)"
     assert line in str(report)
+
+
+# --- engines that a thread of this process serves ----------------------------------------------
+
+
+class LoopEngine(FakeEngine):
+    """Served by one thread."""
+
+    thread: int | None = None
+
+    def check_thread(self) -> None:
+        if threading.get_ident() == self.thread:
+            raise StateError(f"{self.name} is served by this thread: write to_thread(...)")
+
+
+def test_the_thread_that_serves_an_engine_must_not_wait_for_it(bench):
+    publisher = bench.publish()
+    engine = LoopEngine("served")
+    bench.stack.callback(engine.end)
+    engine.thread = threading.get_ident()
+    with pytest.raises(StateError, match="to_thread"):
+        publisher.attach(engine)
+    assert engine.said == []
+    engine.thread = None
+    publisher.attach(engine)
+    publisher.update()
+    engine.thread = threading.get_ident()
+    with pytest.raises(UpdateAbortedError, match="to_thread"):
+        publisher.update()
+    assert engine.said == ["init", "begin 1", "commit 1"]
+    engine.thread = None
+    publisher.update()
+    assert publisher.version == 2

@@ -30,8 +30,10 @@ T = TypeVar("T")
 class EngineService:
     """One engine, at most one publisher. Belongs to the server's event loop."""
 
-    def __init__(self, engine: Any, door: TaskDoor) -> None:
+    def __init__(self, engine: Any, door: TaskDoor, name: str = wire.ENGINE) -> None:
+        """`name` stands for the engine in errors."""
         self._engine = engine
+        self._name = name
         self._door = door
         self._lock = asyncio.Lock()
         self._doing = ""
@@ -94,7 +96,7 @@ class EngineService:
         self._check_owner(body.owner)
         if body.version < self._version:
             raise VersionError(
-                f"commit of version {body.version}: {wire.ENGINE} is at version {self._version}"
+                f"commit of version {body.version}: {self._name} is at version {self._version}"
             )
         if body.version == self._version and self._last is not None and not self._door.reason:
             return self._last
@@ -127,7 +129,7 @@ class EngineService:
         dead = bool(self._engine.errored)
         served = None
         if not dead and hasattr(self._engine, "get_weight_version"):
-            calls = EngineCalls(self._engine, wire.ENGINE)
+            calls = EngineCalls(self._engine, self._name)
             with contextlib.suppress(ParallelKitError):
                 end = time.monotonic() + _STATUS_SECONDS
                 call = self._engine.get_weight_version()
@@ -150,10 +152,10 @@ class EngineService:
     async def _init(self, body: wire.InitBody) -> dict[str, Any]:
         deadline = time.monotonic() + body.timeout
         ours = bool(self._door.reason)
-        await check_ready(self._engine, deadline=deadline, name=wire.ENGINE, ours=ours)
+        await check_ready(self._engine, deadline=deadline, name=self._name, ours=ours)
         seconds = max(body.timeout - _WORKER_MARGIN, body.timeout / 2)
         info = {"ticket": body.ticket, "timeout": seconds}
-        calls = EngineCalls(self._engine, wire.ENGINE)
+        calls = EngineCalls(self._engine, self._name)
         call = self._engine.init_weight_transfer_engine(_init_request(info))
         await calls.run("init_weight_transfer_engine", call, deadline)
         self._owner, self._version, self._last, self._begun = body.owner, 0, None, 0
@@ -162,7 +164,7 @@ class EngineService:
     async def _begin(self, body: wire.BeginBody) -> dict[str, Any]:
         deadline = time.monotonic() + body.lease
         ours = bool(self._door.reason)
-        await check_ready(self._engine, deadline=deadline, name=wire.ENGINE, ours=ours)
+        await check_ready(self._engine, deadline=deadline, name=self._name, ours=ours)
         self._begun, self._lease = body.version, deadline
         return {"version": self._version}
 
@@ -175,7 +177,7 @@ class EngineService:
                 cache=body.cache,
                 pause=body.pause,
                 deadline=time.monotonic() + body.timeout,
-                name=wire.ENGINE,
+                name=self._name,
                 door=self._door,
             )
         finally:
@@ -195,7 +197,7 @@ class EngineService:
 
     async def _halt(self) -> None:
         deadline = time.monotonic() + RECOVERY_SECONDS
-        await halt(self._engine, deadline=deadline, name=wire.ENGINE, door=self._door)
+        await halt(self._engine, deadline=deadline, name=self._name, door=self._door)
 
     async def _alone(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` in a task of its own, with nothing else; at once or not at all."""
@@ -224,14 +226,14 @@ class EngineService:
     def _check_closed(self) -> None:
         if self._opened:
             raise StateError(
-                f"an update is open in {wire.ENGINE}, by its route /start_weight_update: "
+                f"an update is open in {self._name}, by its route /start_weight_update: "
                 "/finish_weight_update ends it"
             )
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:
             whose = "another publisher" if self._owner else "no publisher"
-            raise StateError(f"{wire.ENGINE} is attached to {whose}: attach it first")
+            raise StateError(f"{self._name} is attached to {whose}: attach it first")
 
 
 def members_of(engine: Any) -> int:
