@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from parallelkit_vllm.errors import EngineVersionError
 from parallelkit_vllm.versions import RANGE, check_version, installed
 
 if TYPE_CHECKING:
-    from parallelkit.protocols import WeightSink
+    from parallelkit.protocols import EngineClient, WeightSink
 
 parallelkit_api = 1
 
@@ -44,6 +44,13 @@ def parallelkit_weight_sink(target: Any, loader: Callable[..., Any] | None) -> W
     from parallelkit_vllm.local import local_sink
 
     return local_sink(target, loader)
+
+
+@hookimpl
+def parallelkit_engine_client(target: Any, options: Mapping[str, object]) -> EngineClient | None:
+    from parallelkit_vllm.clients.choose import engine_client
+
+    return engine_client(target, options)
 
 
 @hookimpl
