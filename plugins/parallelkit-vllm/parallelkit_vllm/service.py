@@ -162,10 +162,10 @@ class EngineService:
         return {"members": members_of(self._engine)}
 
     async def _begin(self, body: wire.BeginBody) -> dict[str, Any]:
-        deadline = time.monotonic() + body.lease
+        now = time.monotonic()
         ours = bool(self._door.reason)
-        await check_ready(self._engine, deadline=deadline, name=self._name, ours=ours)
-        self._begun, self._lease = body.version, deadline
+        await check_ready(self._engine, deadline=now + body.lease / 2, name=self._name, ours=ours)
+        self._begun, self._lease = body.version, now + body.lease
         return {"version": self._version}
 
     async def _commit(self, body: wire.CommitBody) -> wire.Committed:

@@ -14,7 +14,6 @@ from parallelkit.errors import (
     EngineError,
     EngineTokenError,
     ProtocolError,
-    StateError,
     UnguardedEngineError,
     WeightTransferError,
 )
@@ -22,6 +21,7 @@ from parallelkit.plugin import EngineCommit
 from parallelkit_vllm import wire
 from parallelkit_vllm.clients.options import AttachOptions
 from parallelkit_vllm.clients.raw import RawEngine
+from parallelkit_vllm.clients.settings import join_seconds, version_number
 from parallelkit_vllm.clients.web import Address, Server
 from parallelkit_vllm.commit import RECOVERY_SECONDS, check_ready, commit, halt
 
@@ -133,8 +133,7 @@ class HttpEngine:
 
     def init(self, ticket: str, *, timeout: float) -> None:
         """See `EngineClient`; raises what the guard or a worker said."""
-        seconds = max(timeout - 1.0, timeout / 2)
-        body = wire.InitBody(owner=self._owner, ticket=ticket, timeout=seconds)
+        body = wire.InitBody(owner=self._owner, ticket=ticket, timeout=join_seconds(timeout))
         self._ask("init", body, timeout)
 
     def begin(self, version: int, *, timeout: float) -> None:
@@ -180,7 +179,9 @@ class HttpEngine:
         status: wire.Status = wire.decode(
             self._ask("status", None, timeout), wire.Status, self.name
         )
-        return _number(status.weight_version)
+        if status.weight_version is None:
+            raise EngineError(f"{self.name} did not say which version it serves")
+        return version_number(status.weight_version)
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -211,7 +212,7 @@ class RawServer:
 
     def init(self, ticket: str, *, timeout: float) -> None:
         """See `EngineClient`."""
-        info = {"ticket": ticket, "timeout": max(timeout - 1.0, timeout / 2)}
+        info = {"ticket": ticket, "timeout": join_seconds(timeout)}
         RawEngine(self._server, timeout).post("/init_weight_transfer_engine", {"init_info": info})
 
     def begin(self, version: int, *, timeout: float) -> None:
@@ -252,7 +253,8 @@ class RawServer:
 
     def version(self, *, timeout: float) -> int:
         """See `EngineClient`."""
-        return _number(RawEngine(self._server, timeout).get("/weight_info", "weight_version"))
+        told = RawEngine(self._server, timeout).get("/weight_info", "weight_version")
+        return version_number(str(told))
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -261,9 +263,3 @@ class RawServer:
 def _inside(timeout: float) -> float:
     """What the engine's side may take, so that its own end arrives here within `timeout`."""
     return max(timeout - RECOVERY_SECONDS - 1.0, timeout / 2)
-
-
-def _number(text: str | None) -> int:
-    if text is None:
-        raise StateError("the engine did not say which version it serves")
-    return int(text) if text.isdecimal() and text.isascii() else 0
