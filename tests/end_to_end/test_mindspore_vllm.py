@@ -7,7 +7,6 @@ MindSpore needs numpy<2 and vLLM numpy 2. So the engine runs in the Python that
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -33,26 +32,7 @@ RUNS = [("eager", "bfloat16"), ("graph", "float32")]
 MORE = [("eager", "float32"), ("graph", "bfloat16")]
 
 
-def vllm_python() -> tuple[str, str]:
-    """Return a Python that has vLLM and parallelkit, or why there is none."""
-    named = os.environ.get("PARALLELKIT_VLLM_PYTHON", "")
-    python = named or str(HERE.parents[1] / ".venv-vllm" / "bin" / "python")
-    if not Path(python).exists():
-        return "", f"no {python}; `make test-vllm` makes one, or name it: PARALLELKIT_VLLM_PYTHON"
-    code = (
-        "from importlib.util import find_spec; "
-        "print(*[n for n in ('vllm', 'parallelkit', 'parallelkit_vllm') if not find_spec(n)])"
-    )
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
-    missing = found.stdout.split() or found.stderr.splitlines()[-1:]
-    return ("", f"{python} lacks {', '.join(missing)}") if missing else (python, "")
-
-
-PYTHON, REASON = vllm_python()
-if not REASON and importlib.util.find_spec("mindspore") is None:
-    REASON = "MindSpore is not installed"
-
-pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.skipif(bool(REASON), reason=REASON)]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
 class Script:
@@ -111,7 +91,9 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+def engines(
+    vllm_python: str, mindspore: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Script]:
     """One process with vLLM in it, for all tests: importing it is most of the time."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -119,7 +101,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    script = Script([PYTHON, str(HERE / "vllm_engine.py")], tmp_path_factory.mktemp("vllm"), env)
+    script = Script(
+        [vllm_python, str(HERE / "vllm_engine.py")], tmp_path_factory.mktemp("vllm"), env
+    )
     yield script
     script.close()
 
