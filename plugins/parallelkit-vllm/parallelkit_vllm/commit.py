@@ -175,6 +175,8 @@ async def _commit(
         await steps.run("resume", engine.resume_generation(), deadline)
     except BaseException as error:
         await _recover(steps, error, door)
+        if engine.errored and isinstance(error, EngineCommitError):  # its death is known only now
+            raise PeerLostError(f"{name} died: {error}", peers=[name]) from error
         raise
     return EngineCommit(
         pause_seconds=time.monotonic() - began,
