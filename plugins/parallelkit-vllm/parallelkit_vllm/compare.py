@@ -156,11 +156,11 @@ class _Comparison:
         needs = [self._needed.tensors[name] for name in names]
         rows = [shape[0] if shape else 1 for _, shape in needs]
         whole = (sum(rows), *needs[0][1][1:])
-        for name, (dtype, _) in zip(names, needs, strict=True):
+        for name in names:
             self._bring(name, tensor.name)
-            if not self._fits(tensor.dtype, dtype):
-                self._lines.append(self._dtype_line(tensor.name, tensor.dtype, dtype))
-                break
+        wrong = [dtype for dtype, _ in needs if not self._fits(tensor.dtype, dtype)]
+        if wrong:
+            self._lines.append(self._dtype_line(tensor.name, tensor.dtype, wrong[0]))
         if tensor.shape != whole:
             self._lines.append(
                 f"shape of {tensor.name!r}: the publisher has {list(tensor.shape)}, its parts "

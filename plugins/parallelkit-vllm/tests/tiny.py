@@ -75,7 +75,7 @@ def tensors(seed: int = 0, *, tied: bool = False, dtype: str = "bfloat16") -> Te
     return found
 
 
-def config(*, tied: bool = False, dtype: str = "bfloat16") -> dict[str, Any]:
+def config(*, tied: bool = False, dtype: str = "bfloat16", words: int = WORDS) -> dict[str, Any]:
     """The Hugging Face configuration of these models."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
@@ -86,7 +86,7 @@ def config(*, tied: bool = False, dtype: str = "bfloat16") -> dict[str, Any]:
         "num_attention_heads": HEADS,
         "num_key_value_heads": GROUPS,
         "head_dim": WIDTH,
-        "vocab_size": WORDS,
+        "vocab_size": words,
         "max_position_embeddings": 512,
         "max_window_layers": LAYERS,
         "use_sliding_window": False,
@@ -134,11 +134,16 @@ def read_file(path: Path) -> Tensors:
 
 
 def save(
-    folder: Path, seed: int = 0, *, tied: bool = False, given: Mapping[str, Raw] | None = None
+    folder: Path,
+    seed: int = 0,
+    *,
+    tied: bool = False,
+    given: Mapping[str, Raw] | None = None,
+    words: int = WORDS,
 ) -> Path:
     """Write a checkpoint that vLLM starts from; of `given` tensors, or of random ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config(tied=tied), indent=1))
+    (folder / "config.json").write_text(json.dumps(config(tied=tied, words=words), indent=1))
     write_file(folder / "model.safetensors", given or tensors(seed, tied=tied))
     return folder
 

@@ -100,6 +100,41 @@ def warm() -> None:
         import vllm
         from vllm import LLM  # noqa: F401
     assert vllm.__version__
+    _pack()
+
+
+def _pack() -> None:
+    """Let layers be packed as vLLM does on processors with AVX-512, where this one has none.
+
+    There the weights that are computed with are a copy that only a new loading replaces, and the
+    parameter is empty afterwards, but for the head. Here it is a plain copy.
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    probe = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+    original(probe, remove_weight=True)
+    if probe.weight.numel() == 0:
+        return
+
+    def packing(layer: Any, remove_weight: bool) -> None:
+        original(layer, remove_weight)
+        if layer.weight.is_meta or layer.weight.ndim != 2:
+            return
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+        if remove_weight:
+            empty = torch.empty(0, dtype=layer.weight.dtype)
+            layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+
+    utils.dispatch_cpu_unquantized_gemm = packing
+
+
+@pytest.fixture(scope="session")
+def engine_options() -> dict[str, Any]:
+    """The arguments of every engine here, for those that `make_engine` cannot start."""
+    return dict(ENGINE)
 
 
 @pytest.fixture(scope="session")
