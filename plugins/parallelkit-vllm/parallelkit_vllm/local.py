@@ -49,9 +49,10 @@ def local_sink(llm: Any, loader: object = None) -> EngineSink:
                 "the new weights are in place, and the prefix cache could not be emptied: blocks "
                 "are in use; finish the requests that are under way, and update again"
             )
-        reset_lora = getattr(runner, "reset_lora_state", None)
-        if reset_lora is not None:
-            reset_lora()
+        for owner, name in ((engine, "reset_encoder_cache"), (runner, "reset_lora_state")):
+            reset = getattr(owner, name, None)  # what else was computed with the old weights
+            if reset is not None:
+                reset()
 
     return EngineSink(runner.get_model(), _config(llm), module=llm, ready=ready, placed=placed)
 

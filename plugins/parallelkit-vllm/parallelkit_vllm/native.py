@@ -27,7 +27,7 @@ from parallelkit.weights.joining import subscribe_weights
 from parallelkit.weights.subscriber import WeightSubscriber
 from parallelkit_vllm.errors import EngineRequestError, EngineVersionError
 from parallelkit_vllm.register import BACKEND
-from parallelkit_vllm.reload import opened
+from parallelkit_vllm.reload import asleep, opened
 from parallelkit_vllm.sink import EngineSink
 from parallelkit_vllm.versions import RANGE, need
 
@@ -173,9 +173,14 @@ class Transfer:
         """Check that an update is possible; nothing is touched.
 
         Raises:
-            StateError: no publisher is followed, or an update is open.
+            StateError: no publisher is followed, weights are asleep, or an update is open.
         """
         self._followed("start_weight_update")
+        if asleep():
+            raise StateError(
+                "the engine's weights are asleep, and their memory with them: wake them "
+                '(wake_up(tags=["weights"])) before an update'
+            )
         if opened(self.model):
             raise StateError(
                 "the layers of this model are open for another update, such as by reload_weights; "

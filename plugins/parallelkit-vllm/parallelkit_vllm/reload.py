@@ -8,6 +8,7 @@ never came, tied heads whose packed copy is stale, and errors that would stay in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -138,13 +139,32 @@ def roll_back(model: nn.Module, layerwise: Any) -> None:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
+def asleep(tag: str = "weights") -> bool:
+    """Whether vLLM's sleep mode has taken this worker's memory away; on GPUs only.
+
+    Args:
+        tag: what of it: `weights` or `kv_cache`, which can be woken apart.
+    """
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = getattr(getattr(module, "CuMemAllocator", None), "instance", None)
+    held = getattr(allocator, "pointer_to_data", None) or {}
+    return any(
+        getattr(data, "is_asleep", False) and getattr(data, "tag", tag) == tag
+        for data in held.values()
+    )
+
+
 def clear_kv(vllm_config: Any) -> int:
     """Zero the key-value caches of this worker; returns how many tensors that were.
+
+    Caches whose memory sleep mode has taken away are left, since they come back empty.
 
     A value that is not finite stays in a block's unused rows, and from there reaches whatever is
     computed with that block, even with a mask.
     """
     done: dict[int, torch.Tensor] = {}
+    if asleep("kv_cache"):
+        return 0
     for layer in vllm_config.compilation_config.static_forward_context.values():
         for tensor in _tensors(getattr(layer, "kv_cache", None)):
             if tensor.numel() and not tensor.is_meta:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from parallelkit_vllm import native, register, versions
+from parallelkit_vllm import native, register, reload, versions
 from parallelkit_vllm.errors import EngineRequestError, EngineVersionError
 from parallelkit_vllm.versions import EngineVersionWarning, check_version, numbers, takes
 
@@ -320,6 +320,29 @@ def test_an_open_update_is_noticed(engine, monkeypatch):
     monkeypatch.setattr(native, "opened", lambda model: True)
     with pytest.raises(StateError, match="open for another update"):
         engine.start_weight_update()
+
+
+def test_weights_that_sleep_are_not_updated(engine, monkeypatch):
+    """As vLLM's allocator on GPUs knows it, by tag."""
+    held = {i: SimpleNamespace(tag=t, is_asleep=True) for i, t in enumerate(("kv_cache", "x"))}
+    module = ModuleType("vllm.device_allocator.cumem")
+    module.CuMemAllocator = SimpleNamespace(instance=None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine.start_weight_update()
+    module.CuMemAllocator.instance = SimpleNamespace(pointer_to_data=held)
+    engine.start_weight_update()  # weights were woken, caches sleep on
+    layer = SimpleNamespace(kv_cache=torch.ones(2))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer, "b": layer})
+    )
+    assert reload.clear_kv(config) == 0
+    held[2] = SimpleNamespace(tag="weights", is_asleep=True)
+    with pytest.raises(StateError, match="asleep"):
+        engine.start_weight_update()
+    held.clear()
+    engine.start_weight_update()
+    assert reload.clear_kv(config) == 1
+    assert not layer.kv_cache.any()
 
 
 # --- the entry point

@@ -180,13 +180,13 @@ def fresh(
 
 
 class Trainer:
-    """Drives trainer.py."""
+    """Drives trainer.py, or another script that is told what to do in the same way."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str = "trainer.py", *args: str) -> None:
         self._folder = folder
         self._files = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE.parent / "trainer.py")],
+            [sys.executable, str(HERE.parent / script), *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -238,6 +238,20 @@ class Trainer:
             self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+@pytest.fixture
+def start_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Start another script of this folder as a trainer; it ends with the test."""
+    started: list[Trainer] = []
+
+    def start(script: str, *args: str) -> Trainer:
+        started.append(Trainer(tmp_path, script, *args))
+        return started[-1]
+
+    yield start
+    for trainer in started:
+        trainer.end()
 
 
 @pytest.fixture(scope="session")
