@@ -104,18 +104,18 @@ def test_a_load_that_fails_is_quarantine_and_the_next_update_brings_it_back(
 
 def test_a_load_that_hangs_is_given_up_at_the_deadline(llm, publisher, source, fresh):
     publisher.close()
-    with pk.publish_weights(source, timeout=8.0) as impatient:
+    with pk.publish_weights(source, timeout=6.0) as impatient:
         handle = impatient.attach(llm)
-        llm.collective_rpc("upset_next_load", args=("hang", 20.0))
+        llm.collective_rpc("upset_next_load", args=("hang", 15.0))
         began = time.monotonic()
         with pytest.raises(PartialCommitError, match="update_weights did not end"):
             update(impatient, source, 1)
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < 15.0
         with pytest.raises(QuarantinedError):
             ids(handle)
         with pytest.raises(UpdateAbortedError, match="of an earlier call has not returned"):
             update(impatient, source, 2)
-        time.sleep(max(0.0, 21.0 - (time.monotonic() - began)))
+        time.sleep(max(0.0, 16.0 - (time.monotonic() - began)))
         _, given = update(impatient, source, 2)
         assert handle.state == "serving"
         assert ids(handle) == fresh(tensors=given)
@@ -202,10 +202,10 @@ def test_t10_a_worker_that_is_killed_is_named_within_the_deadline(llm, publisher
     update(publisher, source, 1)
     llm.collective_rpc("upset_next_load", args=("die",))
     began = time.monotonic()
-    with pytest.raises(PartialCommitError, match="doomed: lost, PeerLostError: doomed"):
+    with pytest.raises(PartialCommitError, match="doomed: lost, PeerLostError: doomed") as caught:
         update(publisher, source, 2)
     assert time.monotonic() - began < SECONDS
     assert handle.state == "quarantined"
+    assert "doomed: lost, PeerLostError" in str(caught.value.report)
     report, _ = update(publisher, source, 3)
-    assert report.engines == ()
-    assert "doomed: lost" in str(report)
+    assert (report.engines, report.members) == ((), ())
