@@ -17,12 +17,13 @@ Use with `publisher.attach(engine)`, or by hand:
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, Final, TypeVar
 
 import attrs
 import torch
 
-from parallelkit.errors import QuarantinedError, StateError, UpdateTimeoutError
+from parallelkit.errors import PeerLostError, QuarantinedError, StateError, UpdateTimeoutError
 from parallelkit.weights.joining import subscribe_weights
 from parallelkit.weights.subscriber import WeightSubscriber
 from parallelkit_vllm.errors import EngineRequestError, EngineVersionError
@@ -33,6 +34,7 @@ from parallelkit_vllm.versions import RANGE, need
 
 #: Seconds for joining, or for a version to be staged, where a request says nothing.
 TIMEOUT: Final = 60.0
+_POLL_SECONDS: Final = 0.005
 
 
 def _seconds(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
@@ -190,13 +192,14 @@ class Transfer:
     def update_weights(self, update_info: Any) -> None:
         """Put a staged version in place. The engine must not generate meanwhile.
 
-        A version that is in place already is no error.
+        It is the one that was asked for, or none. One that is in place already is no error.
 
         Raises:
             EngineRequestError: the request has other fields.
             UpdateTimeoutError: that version was not staged in time; nothing was touched.
+            PeerLostError: it was not staged, and the publisher is gone; nothing was touched.
+            StateError: a newer version is here; nothing was touched.
             QuarantinedError: the loader failed; the layers are of no version until another update.
-            StateError: the version asked for is older than what is here.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":  # raises in a process without an accelerator
@@ -208,22 +211,13 @@ class Transfer:
         asked = update_info.version
         if asked is not None and asked == subscriber.version and subscriber.state == "current":
             return
-        if asked is not None and asked < subscriber.version:
-            raise StateError(
-                f"version {asked} was asked for, and version {subscriber.version} is in place: "
-                "versions do not go back"
-            )
-        now = subscriber.step(update_info.timeout)
+        if asked is not None:
+            _await_staged(subscriber, asked, update_info.timeout)
+        subscriber.step(update_info.timeout)
         if subscriber.state == "quarantined":
             raise QuarantinedError(
                 f"{subscriber.name} is quarantined: an update was prepared here, and its outcome "
                 "is not known; the next update that commits brings it back"
-            )
-        if asked is not None and now < asked:
-            raise UpdateTimeoutError(
-                f"version {asked} was asked for, and version {now} is the newest that was staged; "
-                f"version {now} is in place",
-                missing=[subscriber.name],
             )
 
     def finish_weight_update(self) -> None:
@@ -242,6 +236,29 @@ class Transfer:
                 'init_weight_transfer_engine({"init_info": {"ticket": ticket}})'
             )
         return self._subscriber
+
+
+def _await_staged(subscriber: WeightSubscriber, asked: int, timeout: float) -> None:
+    """Wait until this version is the newest here; put nothing in place."""
+    deadline = time.monotonic() + timeout
+    while (here := max(subscriber.staged, subscriber.version)) < asked:
+        have = f"version {asked} was asked for, and version {here} is the newest here"
+        if not subscriber.connected:
+            raise PeerLostError(
+                f"{have}; the publisher is gone. Version {subscriber.version} stays in place",
+                peers=["publisher"],
+            )
+        if time.monotonic() > deadline:
+            raise UpdateTimeoutError(
+                f"{have} after {timeout:g} s; version {subscriber.version} stays in place",
+                missing=[subscriber.name],
+            )
+        time.sleep(_POLL_SECONDS)
+    if here > asked:
+        raise StateError(
+            f"version {asked} was asked for, and version {here} is here already: versions do not "
+            "go back. Leave the version out for the newest"
+        )
 
 
 def engine_class(base: type) -> type:
