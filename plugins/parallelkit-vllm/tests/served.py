@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import uvicorn
 from fake_engine import FakeEngine
@@ -14,6 +15,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+
+class SlowEngine(FakeEngine):
+    """Takes a while to put a version in place."""
+
+    async def update_weights(self, request: Any) -> None:
+        await asyncio.sleep(0.3)
+        await super().update_weights(request)
 
 
 async def plain(request: Request) -> Response:
@@ -42,7 +51,7 @@ def main() -> None:
             Route("/v1/stuck", stuck, methods=["POST"]),
         ]
     )
-    app.state.engine_client = FakeEngine()
+    app.state.engine_client = SlowEngine()
     app.state.args = SimpleNamespace(api_server_count=1)
     app.add_middleware(Guard)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="info")

@@ -118,3 +118,30 @@ def test_a_stream_that_is_cut_off_looks_cut_off(port):
     assert "torn" in told["error"]["message"]
     assert own(port, "commit", version=1, timeout=5.0)[0] == 200
     assert ask(port, "POST", "/v1/completions", {"count": 1})[0] == 200
+
+
+def test_a_caller_that_hangs_up_in_a_commit(port):
+    """It goes on to its end, whoever asked for it."""
+    assert own(port, "init", ticket="pk1:x", timeout=5.0)[0] == 200
+    body = json.dumps({"owner": OWNER, "version": 1, "timeout": 5.0})
+    head = (
+        "POST /parallelkit/commit HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port), 5) as caller:
+        caller.sendall((head + body).encode())
+        end = time.monotonic() + 10
+        while "commit" not in status(port).get("under_way", ""):
+            assert time.monotonic() < end
+    while status(port).get("under_way"):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    told = status(port)
+    assert (told["state"], told["version"], told["weight_version"]) == ("serving", 1, "1")
+    assert ask(port, "POST", "/v1/completions", {"count": 1}) == (200, [[0, 1]])
+
+
+def status(port: int) -> dict[str, Any]:
+    code, told = ask(port, "GET", "/parallelkit/status", token=TOKEN)
+    assert code == 200
+    return dict(told)

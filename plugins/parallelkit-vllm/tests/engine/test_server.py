@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import tiny
+from parallelkit_vllm.clients.http import RawServer
+from parallelkit_vllm.clients.options import AttachOptions
+from parallelkit_vllm.clients.web import Address
+from parallelkit_vllm.clients.web import Server as Routes
 
 import parallelkit as pk
 from parallelkit.errors import (
@@ -259,6 +263,25 @@ def test_a_second_trainer_waits_for_the_first_to_go(server, trainer, alone):
         assert server.admin("GET", "/weight_info") == (200, {"weight_version": "1"})
     finally:
         second.publisher.close()
+
+
+def test_by_vllms_own_routes(server, trainer, alone):
+    """What `insecure=True` does, step by step; here the guard lets it, by the token."""
+    address = Address.of(server.url)
+    options = AttachOptions.of({}, what="attach", also={})
+    client = RawServer(Routes(address, token=TOKEN, name="raw"), options)
+    handle = trainer.publisher.attach(client)
+    report = trainer.update(1)
+    (engine,) = report.engines
+    assert (engine.name, engine.state, engine.weight_version) == ("raw", "committed", "1")
+    assert server.greedy_all() == all_alone(alone, 1)
+    assert handle.version == client.version(timeout=TIMEOUT) == 1
+    assert server.admin("GET", "/is_paused") == (200, {"is_paused": False})
+    client.quarantine("for a try")
+    assert "no guard" in handle.reason
+    trainer.update(2)
+    assert server.greedy_all() == all_alone(alone, 2)
+    assert handle.state == "serving"
 
 
 class Kept:

@@ -39,5 +39,6 @@ def test_two_ranks_follow(checkpoint):
     assert told["after"] != told["before"]
     assert told["version"] == 1
     assert [m[1:] for m in told["members"]] == [["committed", 1]] * 2
-    assert sorted(m[0].split()[0].rpartition(".")[2] for m in told["members"]) == ["0", "1"]
+    ranks = [name.partition(" (pid")[0].rpartition(".")[2] for name, _, _ in told["members"]]
+    assert sorted(ranks) == ["0", "1"]
     assert told["engines"] == [["committed", "1"]]
