@@ -43,6 +43,20 @@ class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
     loss: float
 
 
+class Likeliest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The likeliest tokens after the prompt, `GREEDY` of them.
+
+    Attributes:
+        tokens: each after those before.
+        logprobs: the logarithm of each one's probability.
+        margins: by how much each was likelier than the next, in logits; the trainer's only.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    margins: list[float] = []
+
+
 class Updated(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
     """The trainer: a version is committed.
 
@@ -52,8 +66,7 @@ class Updated(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True)
         validation: loss on the held-out batch, in nats.
         digest: SHA-256 of the bytes of the logits of that batch.
         logits: the bytes themselves, float32, with the last version only.
-        greedy: with an engine, the likeliest tokens after the prompt; margins: by how much each
-            was likelier than the next, in logits.
+        likeliest: with an engine, what it has to generate.
     """
 
     step: int
@@ -62,15 +75,14 @@ class Updated(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True)
     validation: float
     digest: str
     logits: bytes = b""
-    greedy: list[int] = []
-    margins: list[float] = []
+    likeliest: Likeliest | None = None
 
 
 class Followed(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True):
     """The follower: a version is live there; `digest` and `logits` as in `Updated`.
 
     Attributes:
-        greedy: of an engine, instead of logits: the likeliest tokens after the prompt.
+        likeliest: of an engine, instead of logits.
         written: tokens that it has generated since the version before, of all requests.
         gap: the longest time between two tokens of one request in that time, in seconds.
     """
@@ -79,7 +91,7 @@ class Followed(msgspec.Struct, tag=True, forbid_unknown_fields=True, frozen=True
     sample: str
     digest: str = ""
     logits: bytes = b""
-    greedy: list[int] = []
+    likeliest: Likeliest | None = None
     written: int = 0
     gap: float = 0.0
 

@@ -8,16 +8,13 @@ from typing import Final
 
 import parallelkit as pk
 from parallelkit.demo.config import Settings
-from parallelkit.demo.events import TicketReady, Updated, say
+from parallelkit.demo.events import Likeliest, TicketReady, Updated, say
 from parallelkit.demo.process import Parent
 
 #: Starting an engine may take a minute on a busy machine; it is ready before a trainer starts.
 _ENGINE_SECONDS: Final = 60.0
 #: Shorter than the time limit of the other ranks, which wait for rank 0 meanwhile.
 _SHARE: Final = 0.7
-
-#: The likeliest tokens after the prompt, and by how much each was likelier than the next.
-Greedy = Callable[[], tuple[list[int], list[float]]]
 
 
 class Lead:
@@ -50,10 +47,12 @@ class Lead:
         loss: float,
         *,
         digest: str,
-        greedy: Greedy,
+        likeliest: Callable[[], Likeliest],
     ) -> None:
-        """Say that a version is committed; the last one with its logits."""
-        tokens, margins = greedy() if self._settings.engine == "vllm" else ([], [])
+        """Say that a version is committed; the last one with its logits.
+
+        For an engine also what it has to generate, which `likeliest` finds out.
+        """
         say(
             Updated(
                 step=step,
@@ -62,7 +61,6 @@ class Lead:
                 validation=loss,
                 digest=digest,
                 logits=logits if step == self._settings.steps else b"",
-                greedy=tokens,
-                margins=margins,
+                likeliest=likeliest() if self._settings.engine == "vllm" else None,
             )
         )

@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import attrs
 import numpy as np
 
 from parallelkit.demo.config import GREEDY, Settings
-from parallelkit.demo.events import Event, Followed, Started, Step, Updated
+from parallelkit.demo.events import Event, Followed, Likeliest, Started, Step, Updated
 from parallelkit.weights.report import TransferReport, report_from_dict
 
 #: Two tokens whose logits are as close as this are equally likely to two implementations in
-#: float32; theirs differ by some 1e-6.
-TIE: Final = 1e-3
+#: float32, and log-probabilities as close as this are equal; theirs differ by some 1e-5. From one
+#: version to the next they move by a hundred times as much.
+TOLERANCE: Final = 1e-3
 
 
-def agreeing(mine: Updated, theirs: Followed) -> int:
-    """How many of the engine's tokens are the trainer's likeliest.
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """An engine's likeliest tokens beside the trainer's.
 
-    From a token on that was as likely as another the texts part, and nothing is compared.
-
-    Returns:
-        The number of equal tokens, all of them where they parted at such a tie; -1 for a token
-        that is another, or for texts of other lengths.
+    Attributes:
+        same: how many are equal, from the first on; the texts part after them.
+        tie: whether the trainer found two tokens equally likely there.
+        difference: the largest between log-probabilities of equal tokens.
     """
-    if not len(mine.greedy) == len(mine.margins) == len(theirs.greedy) == GREEDY:
-        return -1
-    for place, (one, other) in enumerate(zip(mine.greedy, theirs.greedy, strict=True)):
-        if one != other:
-            return place if mine.margins[place] < TIE else -1
-    return GREEDY
+
+    same: int
+    tie: bool
+    difference: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether both computed the same: all tokens, or those before a tie; nothing after it is
+        compared."""
+        return (self.same == GREEDY or self.tie) and self.difference <= TOLERANCE
+
+
+def compare(mine: Likeliest | None, theirs: Likeliest | None) -> Comparison:
+    """Compare the trainer's likeliest tokens with an engine's.
+
+    Texts of other lengths are no comparison, and not equal.
+    """
+    if mine is None or theirs is None:
+        return Comparison(same=0, tie=False, difference=math.inf)
+    lengths = {len(found) for found in (mine.tokens, mine.logprobs, mine.margins)}
+    lengths |= {len(theirs.tokens), len(theirs.logprobs)}
+    if lengths != {GREEDY}:
+        return Comparison(same=0, tie=False, difference=math.inf)
+    pairs = zip(mine.tokens, theirs.tokens, strict=True)
+    same = next((place for place, (one, other) in enumerate(pairs) if one != other), GREEDY)
+    off = np.subtract(mine.logprobs[:same], theirs.logprobs[:same])
+    return Comparison(
+        same=same,
+        tie=same < GREEDY and mine.margins[same] <= TOLERANCE,
+        difference=float(np.abs(off).max(initial=0.0)),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -55,17 +82,23 @@ class Version:
     @property
     def generated(self) -> bool:
         """Whether an engine followed, whose tokens are compared and not its logits."""
-        return bool(self.updated.greedy or self.followed.greedy)
+        return not (self.updated.likeliest is None and self.followed.likeliest is None)
+
+    @property
+    def texts(self) -> Comparison:
+        """The comparison with an engine."""
+        return compare(self.updated.likeliest, self.followed.likeliest)
 
     @property
     def equal(self) -> bool:
         """Whether both ends computed the same.
 
-        A module's logits by digest and, where sent, by bytes; an engine's likeliest tokens.
+        A module's logits by digest and, where sent, by bytes; an engine's likeliest tokens, and
+        their log-probabilities.
         """
         mine, theirs = self.updated, self.followed
         if self.generated:
-            return agreeing(mine, theirs) >= 0
+            return self.texts.equal
         return mine.digest == theirs.digest and mine.logits == theirs.logits
 
     @property
@@ -73,11 +106,14 @@ class Version:
         """What was compared, and what came of it, in a few words."""
         if not self.generated:
             return "logits equal bit for bit" if self.equal else "LOGITS DIFFER"
-        if not self.equal:
+        found = self.texts
+        if not found.equal:
             return "TOKENS DIFFER"
-        same = agreeing(self.updated, self.followed)
-        rest = "" if same == GREEDY else ", then two equally likely ones"
-        return f"{same} likeliest tokens equal the trainer's{rest}"
+        rest = ", then two equally likely ones" if found.tie else ""
+        return (
+            f"{found.same} likeliest tokens equal the trainer's{rest}, their log-probabilities "
+            f"to {found.difference:.1g}"
+        )
 
     @property
     def difference(self) -> float | None:

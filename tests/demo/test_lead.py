@@ -11,7 +11,7 @@ import pytest
 
 from parallelkit.demo import lead as module
 from parallelkit.demo.config import Settings
-from parallelkit.demo.events import TicketReady, Updated
+from parallelkit.demo.events import Likeliest, TicketReady, Updated
 from parallelkit.demo.lead import Lead
 from parallelkit.demo.process import DemoInputError
 from parallelkit.weights.report import TransferReport
@@ -82,17 +82,19 @@ def test_an_engine_is_attached_and_every_version_seen(said: list[Any]) -> None:
         lead.before(4)
 
 
-@pytest.mark.parametrize(("engine", "tokens"), [("module", []), ("vllm", [1, 2])])
+TEXT = Likeliest([1, 2], [-1.0, -0.5], [0.5, 0.25])
+
+
+@pytest.mark.parametrize(("engine", "text"), [("module", None), ("vllm", TEXT)])
 def test_the_last_version_comes_with_its_logits(
-    said: list[Any], engine: str, tokens: list[int]
+    said: list[Any], engine: str, text: Likeliest | None
 ) -> None:
     lead, _, _ = make(engine, '["http://127.0.0.1:1", "secret"]')
     said.clear()
     for step in (2, 4):
-        lead.after(step, REPORT, b"logits", 1.5, digest="d", greedy=lambda: ([1, 2], [0.5, 0.25]))
-    margins = [0.5, 0.25][: len(tokens)]
+        lead.after(step, REPORT, b"logits", 1.5, digest="d", likeliest=lambda: TEXT)
     assert said == [
-        Updated(step, 7, REPORT.to_dict(), 1.5, "d", logits, tokens, margins)
+        Updated(step, 7, REPORT.to_dict(), 1.5, "d", logits, text)
         for step, logits in ((2, b""), (4, b"logits"))
     ]
 

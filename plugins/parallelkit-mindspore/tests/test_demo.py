@@ -7,7 +7,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from parallelkit_mindspore.demo.evaluate import generate, greedy
+from parallelkit_mindspore.demo.evaluate import generate, likeliest
 from parallelkit_mindspore.demo.model import CausalLM, copy_values
 from parallelkit_mindspore.demo.text import held_out, load_corpus, windows
 from parallelkit_mindspore.names import plain_names
@@ -69,13 +69,16 @@ def test_the_text_is_what_torch_trains_on() -> None:
 def test_the_likeliest_tokens_do_not_depend_on_what_follows(net: CausalLM) -> None:
     """They are computed at one width; here at each length of its own."""
     vocabulary = load_corpus().vocabulary
-    tokens, margins = greedy(net, vocabulary, width=len(PROMPT) + GREEDY)
-    assert len(tokens) == len(margins) == GREEDY
+    found = likeliest(net, vocabulary, width=len(PROMPT) + GREEDY)
+    assert len(found.tokens) == len(found.margins) == len(found.logprobs) == GREEDY
     text = vocabulary.encode(PROMPT)
     for place in range(3):
-        scores = np.sort(net(ms.Tensor([text], ms.int32)).asnumpy()[0, -1])
-        np.testing.assert_allclose(margins[place], scores[-1] - scores[-2], atol=1e-5)
-        text.append(tokens[place])
+        scores = net(ms.Tensor([text], ms.int32)).asnumpy()[0, -1].astype(np.float64)
+        shares = np.exp(scores) / np.exp(scores).sum()
+        second, first = np.sort(shares)[-2:]
+        np.testing.assert_allclose(np.exp(found.logprobs[place]), first, rtol=1e-5)
+        np.testing.assert_allclose(np.exp(found.margins[place]), first / second, rtol=1e-5)
+        text.append(found.tokens[place])
 
 
 def test_generation_is_seeded(net: CausalLM) -> None:

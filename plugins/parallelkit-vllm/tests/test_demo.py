@@ -17,6 +17,7 @@ from parallelkit_vllm.demo.server import DemoServer, command, environment
 
 from parallelkit.demo import events
 from parallelkit.demo.config import GREEDY, PROMPT, TEMPERATURE, Settings
+from parallelkit.demo.events import Likeliest
 from parallelkit.demo.text import vocabulary_of
 from parallelkit.errors import EngineError
 
@@ -39,7 +40,9 @@ class Fake(BaseHTTPRequestHandler):
                 continue
             data = item
             if isinstance(item, list):
-                event = {"choices": [{"index": 0, "text": "", "token_ids": item}]}
+                logprobs = {"token_logprobs": [-float(token) for token in item]}
+                choice = {"index": 0, "text": "", "token_ids": item, "logprobs": logprobs}
+                event = {"choices": [choice]}
                 data = b"data: " + json.dumps(event).encode() + b"\n\n"
             self.wfile.write(data)  # type: ignore[arg-type]
             self.wfile.flush()
@@ -61,7 +64,8 @@ def reader() -> Iterator[Reader]:
 
 def test_tokens_are_read_as_they_come(reader: Reader) -> None:
     Fake.script = [[], [4, 5], 0.15, [6], b"data: [DONE]\n\n"]
-    assert reader.complete([1, 2], 3, temperature=0.0, seed=7) == [4, 5, 6]
+    found = reader.complete([1, 2], 3, temperature=0.0, seed=7)
+    assert found == Likeliest([4, 5, 6], [-4.0, -5.0, -6.0])
     assert reader.written == 3
     assert 0.14 < reader.gap < 5
     (asked,) = Fake.asked
@@ -89,6 +93,7 @@ def test_time_between_requests_is_no_gap(reader: Reader) -> None:
         ([[4]], 200, "ended after 1 of 2 tokens"),
         ([[4], b'data: {"error": {"message": "gone"}}\n\n'], 200, "failed: .*gone"),
         ([b"data: {broken\n\n"], 200, "broke off"),
+        ([b'data: {"choices": [{"token_ids": [4]}]}\n\n'], 200, "broke off: KeyError"),
     ],
 )
 def test_what_is_no_whole_text_is_an_error(
@@ -121,11 +126,11 @@ def test_a_text_that_an_update_came_into_is_not_shown(
         def version(self) -> int:
             return next(versions)
 
-    def complete(self: Reader, prompt: list[int], length: int, **sampling: Any) -> list[int]:
+    def complete(self: Reader, prompt: list[int], length: int, **sampling: Any) -> Likeliest:
         assert vocabulary.decode(prompt) == PROMPT
         asked.append((length, sampling))
         self.written += length
-        return [len(asked) % 5] * length
+        return Likeliest([len(asked) % 5] * length, [-1.0] * length)
 
     monkeypatch.setattr(Reader, "complete", complete)
     monkeypatch.setattr("parallelkit_vllm.demo.engine.say", said.append)
@@ -140,7 +145,7 @@ def test_a_text_that_an_update_came_into_is_not_shown(
         (2, 2 * (GREEDY + 5)),
     ]
     assert all(isinstance(event, events.Followed) for event in said)
-    assert said[0].greedy == [5 % 5] * GREEDY
+    assert said[0].likeliest == Likeliest([5 % 5] * GREEDY, [-1.0] * GREEDY)
     assert said[0].sample == PROMPT + vocabulary.decode([6 % 5] * 5)
 
 

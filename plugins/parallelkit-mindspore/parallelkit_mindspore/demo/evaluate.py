@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import ops
 
 from parallelkit.demo.config import GREEDY, PROMPT, TEMPERATURE, Settings
+from parallelkit.demo.events import Likeliest
 from parallelkit.demo.text import Vocabulary
 
 #: A model, compiled or not: token ids `(batch, time)` to logits.
@@ -46,17 +47,18 @@ def generate(
     return vocabulary.decode(tokens)
 
 
-def greedy(
-    forward: Forward, vocabulary: Vocabulary, *, width: int
-) -> tuple[list[int], list[float]]:
-    """Continue `PROMPT` by its likeliest tokens; returns them, and each one's margin in logits."""
-    tokens, margins = vocabulary.encode(PROMPT), []
+def likeliest(forward: Forward, vocabulary: Vocabulary, *, width: int) -> Likeliest:
+    """Continue `PROMPT` by its likeliest tokens."""
+    tokens = vocabulary.encode(PROMPT)
+    margins: list[float] = []
+    logprobs: list[float] = []
     for _ in range(GREEDY):
-        scores = _last(forward, tokens, width)
+        scores = _last(forward, tokens, width).astype(np.float64)
         second, first = np.sort(scores)[-2:]
         margins.append(float(first - second))
+        logprobs.append(-float(np.log(np.exp(scores - first).sum())))
         tokens.append(int(scores.argmax()))
-    return tokens[-GREEDY:], margins
+    return Likeliest(tokens[-GREEDY:], logprobs, margins)
 
 
 def _last(forward: Forward, tokens: list[int], width: int) -> np.ndarray[Any, Any]:

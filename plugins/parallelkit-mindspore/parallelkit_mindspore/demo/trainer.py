@@ -20,7 +20,7 @@ from parallelkit.demo.digest import digest
 from parallelkit.demo.events import Finished, Started, Step, say
 from parallelkit.demo.lead import Lead
 from parallelkit.demo.process import Parent
-from parallelkit_mindspore.demo.evaluate import cross_entropy, evaluate, greedy, width
+from parallelkit_mindspore.demo.evaluate import cross_entropy, evaluate, likeliest, width
 from parallelkit_mindspore.demo.model import CausalLM
 from parallelkit_mindspore.demo.text import dataset, held_out, load_corpus
 
@@ -66,8 +66,10 @@ def main(argument: str) -> None:
                     report = publisher.update()
                     if lead is not None:
                         logits, loss = evaluate(ready, batch)
-                        chosen = partial(greedy, ready, corpus.vocabulary, width=longest)
-                        lead.after(step, report, logits, loss, digest=digest(logits), greedy=chosen)
+                        text = partial(likeliest, ready, corpus.vocabulary, width=longest)
+                        lead.after(
+                            step, report, logits, loss, digest=digest(logits), likeliest=text
+                        )
                 if step == settings.steps:
                     break
                 own = context.train_step(ready, *next(batches), loss=cross_entropy)

@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from parallelkit.demo.config import GREEDY, PROMPT, TEMPERATURE
+from parallelkit.demo.events import Likeliest
 from parallelkit.demo.text import Vocabulary
 from parallelkit_torch.demo.model import CausalLM
 
@@ -33,12 +34,15 @@ def generate(model: CausalLM, vocabulary: Vocabulary, *, length: int, block: int
 
 
 @torch.no_grad()
-def greedy(model: CausalLM, vocabulary: Vocabulary) -> tuple[list[int], list[float]]:
-    """Continue `PROMPT` by its likeliest tokens; returns them, and each one's margin in logits."""
+def likeliest(model: CausalLM, vocabulary: Vocabulary) -> Likeliest:
+    """Continue `PROMPT` by its likeliest tokens."""
     tokens = torch.tensor([vocabulary.encode(PROMPT)])
     margins: list[float] = []
+    logprobs: list[float] = []
     for _ in range(GREEDY):
-        best = model(tokens)[0, -1].topk(2)
+        scores = model(tokens)[0, -1].log_softmax(-1)
+        best = scores.topk(2)
+        logprobs.append(float(best.values[0]))
         margins.append(float(best.values[0] - best.values[1]))
         tokens = torch.cat((tokens, best.indices[None, :1]), dim=1)
-    return tokens[0, -GREEDY:].tolist(), margins
+    return Likeliest(tokens[0, -GREEDY:].tolist(), logprobs, margins)

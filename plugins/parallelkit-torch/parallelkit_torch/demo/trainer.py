@@ -21,7 +21,7 @@ from parallelkit.demo.digest import digest
 from parallelkit.demo.events import Finished, Started, Step, say
 from parallelkit.demo.lead import Lead
 from parallelkit.demo.process import Parent
-from parallelkit_torch.demo.evaluate import evaluate, greedy
+from parallelkit_torch.demo.evaluate import evaluate, likeliest
 from parallelkit_torch.demo.model import CausalLM
 from parallelkit_torch.demo.process import begin_process
 from parallelkit_torch.demo.text import Windows, held_out, load_corpus
@@ -62,8 +62,10 @@ def main(argument: str) -> None:
                     report = publisher.update()
                     if lead is not None:
                         logits, loss = evaluate(net, batch)
-                        chosen = partial(greedy, net, corpus.vocabulary)
-                        lead.after(step, report, logits, loss, digest=digest(logits), greedy=chosen)
+                        text = partial(likeliest, net, corpus.vocabulary)
+                        lead.after(
+                            step, report, logits, loss, digest=digest(logits), likeliest=text
+                        )
                 if step == settings.steps:
                     break
                 own = train_step(model, next(batches), optimiser, schedule)

@@ -60,8 +60,8 @@ def follow(server: DemoServer, settings: Settings, vocabulary: Vocabulary) -> No
         say(
             Followed(
                 version=now,
-                sample=PROMPT + vocabulary.decode(sample),
-                greedy=likeliest,
+                sample=PROMPT + vocabulary.decode(sample.tokens),
+                likeliest=likeliest,
                 written=reader.written,
                 gap=reader.gap,
             )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from parallelkit.demo.events import Likeliest
 from parallelkit.errors import EngineError
 from parallelkit_vllm.clients.web import Address
 
@@ -31,8 +32,8 @@ class Reader:
         """Count from here on."""
         self.written, self.gap = 0, 0.0
 
-    def complete(self, prompt: Sequence[int], length: int, **sampling: Any) -> list[int]:
-        """Continue token ids by `length` tokens.
+    def complete(self, prompt: Sequence[int], length: int, **sampling: Any) -> Likeliest:
+        """Continue token ids by `length` tokens; returns them with their log-probabilities.
 
         Args:
             sampling: further fields of a request, such as `temperature` and `seed`.
@@ -47,6 +48,8 @@ class Reader:
             "ignore_eos": True,
             "detokenize": False,
             "return_token_ids": True,
+            "logprobs": 1,
+            "return_tokens_as_token_ids": True,  # there is no tokenizer to write them
             "stream": True,
             **sampling,
         }
@@ -61,13 +64,14 @@ class Reader:
                     f"a completion got HTTP {response.status}: {response.read(2000)!r}"
                 )
             return self._stream(response, length)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
             raise EngineError(f"a completion broke off: {error!r}") from error
         finally:
             connection.close()
 
-    def _stream(self, response: http.client.HTTPResponse, length: int) -> list[int]:
+    def _stream(self, response: http.client.HTTPResponse, length: int) -> Likeliest:
         tokens: list[int] = []
+        logprobs: list[float] = []
         before = None
         for line in response:
             data = line.strip().removeprefix(b"data:").strip()
@@ -76,7 +80,8 @@ class Reader:
             event = json.loads(data)
             if "error" in event:
                 raise EngineError(f"a completion failed: {event['error']}")
-            new = [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+            choice = event["choices"][0] if event["choices"] else {}
+            new = choice.get("token_ids")
             if not new:
                 continue
             now = time.monotonic()
@@ -84,7 +89,8 @@ class Reader:
                 self.gap = max(self.gap, now - before)
             before = now
             tokens += new
+            logprobs += choice["logprobs"]["token_logprobs"]
             self.written += len(new)
-        if len(tokens) != length:
+        if not len(tokens) == len(logprobs) == length:
             raise EngineError(f"a completion ended after {len(tokens)} of {length} tokens")
-        return tokens
+        return Likeliest(tokens, logprobs)
