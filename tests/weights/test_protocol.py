@@ -604,7 +604,7 @@ def test_unknown_models_and_engines_say_what_to_install(bench):
     with pytest.raises(NoBackendError, match="places weights into a builtins.object"):
         subscribe_weights(object(), publisher.ticket)
     with pytest.raises(UnsupportedFeatureError, match="subscribe_weights"):
-        publisher.attach("http://127.0.0.1:8000")
+        publisher.attach("ftp://127.0.0.1:8000")
 
 
 def test_hostile_frames_leave_the_publisher_working(bench):
