@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parallelkit_vllm.compat import (
         ColocateWorkerExtension,
         WorkerExtension,
+        share_weights,
         stateless_init_process_group,
     )
     from parallelkit_vllm.guard import Guard
@@ -22,6 +23,7 @@ _WHERE = {
     "ColocateWorkerExtension": "parallelkit_vllm.compat",
     "Guard": "parallelkit_vllm.guard",
     "WorkerExtension": "parallelkit_vllm.compat",
+    "share_weights": "parallelkit_vllm.compat",
     "stateless_init_process_group": "parallelkit_vllm.compat",
 }
 
@@ -29,6 +31,7 @@ __all__ = [
     "ColocateWorkerExtension",
     "Guard",
     "WorkerExtension",
+    "share_weights",
     "stateless_init_process_group",
 ]
 

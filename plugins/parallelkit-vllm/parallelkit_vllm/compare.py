@@ -75,6 +75,41 @@ def compare(
     return _Comparison(published, needed, packed).outcome()
 
 
+def compare_one(
+    tensor: TensorSpec, needed: Needed, packed: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Compare a tensor that comes by itself; returns the names of the checkpoint that it brings.
+
+    Raises:
+        ManifestMismatchError: the checkpoint has no such tensor, or another shape or dtype.
+    """
+    one = _Comparison(Manifest([tensor]), needed, packed)
+    lines = one.lines_of(tensor)
+    if lines:
+        raise ManifestMismatchError(
+            f"what is sent is not what the engine needs by {needed.source}:\n  "
+            + "\n  ".join(lines)
+            + "\nNothing was touched. Send the model that the engine was started with.",
+            differences=lines,
+        )
+    return [given.name for given in one.given]
+
+
+def required(needed: Needed) -> list[str]:
+    """Names without which an engine is not whole: neither a tied head, nor what loaders drop."""
+    return [n for n in needed.tensors if not is_derived(n, needed)]
+
+
+def is_derived(name: str, needed: Needed) -> bool:
+    """Whether an engine makes this tensor of others: a head that it ties, rotary tables."""
+    return is_tied_head(name, needed) or any(part in name for part in DROPPED)
+
+
+def is_tied_head(name: str, needed: Needed) -> bool:
+    """Whether this is a head that the engine ties to its embedding."""
+    return needed.tied and name.split(".")[-2:] == ["lm_head", "weight"]
+
+
 class _Comparison:
     def __init__(
         self, published: Manifest, needed: Needed, packed: Mapping[str, Sequence[str]]
@@ -84,7 +119,7 @@ class _Comparison:
         self._packed = packed
         self._have = {t.name: t for t in published.tensors}
         self._index = {t.name: i for i, t in enumerate(published.unique)}
-        self._given: list[Given] = []
+        self.given: list[Given] = []
         self._by: dict[str, str] = {}  # a needed name, and which published one brings it
         self._unknown: list[TensorSpec] = []
         self._lines: list[str] = []
@@ -92,7 +127,7 @@ class _Comparison:
     def outcome(self) -> list[Given]:
         for tensor in self._published.tensors:
             self._take(tensor)
-        missing = [n for n in self._needed.tensors if n not in self._by and not self._may_lack(n)]
+        missing = [n for n in required(self._needed) if n not in self._by]
         lines = self._missing_lines(missing) + self._unknown_lines(missing) + self._lines
         if lines:
             more = len(lines) - _SHOWN
@@ -104,11 +139,16 @@ class _Comparison:
                 + "\nNothing was touched. Publish the model that the engine was started with.",
                 differences=lines,
             )
-        return self._given
+        return self.given
+
+    def lines_of(self, tensor: TensorSpec) -> list[str]:
+        """What is wrong with one tensor, whatever else is missing."""
+        self._take(tensor)
+        return self._unknown_lines([]) + self._lines
 
     def _take(self, tensor: TensorSpec) -> None:
         name = tensor.name
-        if self._needed.tied and _is_head(name):
+        if is_tied_head(name, self._needed):
             self._take_head(tensor)
         elif name in self._needed.tensors:
             self._take_named(tensor)
@@ -128,7 +168,7 @@ class _Comparison:
                 f"shape of {name!r}: the publisher has {list(tensor.shape)}, the engine needs "
                 f"{list(shape)}{_rows(tensor.shape, shape)}"
             )
-        self._given.append(Given(name, self._owner(tensor)))
+        self.given.append(Given(name, self._owner(tensor)))
 
     def _take_head(self, tensor: TensorSpec) -> None:
         """The head of an engine that ties it: no bytes of its own may come for it."""
@@ -168,7 +208,7 @@ class _Comparison:
             )
         start = 0
         for name, count in zip(names, rows, strict=True):
-            self._given.append(Given(name, self._owner(tensor), start, count))
+            self.given.append(Given(name, self._owner(tensor), start, count))
             start += count
         return True
 
@@ -194,11 +234,6 @@ class _Comparison:
             allowed += f" or {self._needed.dtype}"
         return f"dtype of {name!r}: the publisher has {published}, the engine needs {allowed}"
 
-    def _may_lack(self, name: str) -> bool:
-        if self._needed.tied and _is_head(name):
-            return True
-        return any(part in name for part in DROPPED)
-
     def _missing_lines(self, missing: list[str]) -> list[str]:
         unknown = [t.name for t in self._unknown]
         lines = []
@@ -216,10 +251,6 @@ class _Comparison:
             f"has no such tensor{_hint(t.name, missing or self._needed.tensors, i < _HINTED)}"
             for i, t in enumerate(self._unknown)
         ]
-
-
-def _is_head(name: str) -> bool:
-    return name.split(".")[-2:] == ["lm_head", "weight"]
 
 
 def _rows(have: tuple[int, ...], need: tuple[int, ...]) -> str:
