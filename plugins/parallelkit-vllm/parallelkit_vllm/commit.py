@@ -49,8 +49,6 @@ class Door(Protocol):
 _hanging: weakref.WeakKeyDictionary[Any, dict[asyncio.Future[Any], str]] = (
     weakref.WeakKeyDictionary()
 )
-#: Strong references: the event loop keeps weak ones only.
-_commits: set[asyncio.Task[Any]] = set()
 
 
 async def commit(
@@ -65,7 +63,7 @@ async def commit(
 ) -> EngineCommit:
     """Let every worker of `engine` put its staged `version` in place.
 
-    Cancelling the caller does not stop it half way: it goes on to its end in a task of its own.
+    Cancelled, it ends like one that failed. Who must not end it runs it in a task of its own.
 
     Args:
         engine: vLLM's `AsyncLLM`, or anything with the same coroutines. Called on its loop.
@@ -85,11 +83,36 @@ async def commit(
         UpdateTimeoutError: a step did not end by the deadline. Requests in flight were ended.
         EngineCommitError: a step failed, by name. Requests in flight were ended.
     """
-    work = _commit(engine, version, cache, pause, deadline, name, door)
-    task = asyncio.ensure_future(work)
-    _commits.add(task)
-    task.add_done_callback(_commits.discard)
-    return await asyncio.shield(task)
+    await check_ready(engine, deadline=deadline, name=name)
+    steps = EngineCalls(engine, name)
+    notes: list[str] = []
+    began = time.monotonic()
+    try:
+        freeze = engine.pause_generation(mode=pause, clear_cache=cache == "reset")
+        await steps.run("pause", freeze, deadline)
+        await steps.run("start_weight_update", engine.start_weight_update(), deadline)
+        await steps.run("update_weights", _update(engine, version, deadline), deadline)
+        await steps.run("finish_weight_update", _finish(engine, version), deadline)
+        if cache == "reset":
+            await steps.run("reset_prefix_cache", _reset(engine), deadline)
+        served = await steps.run("get_weight_version", _served(engine, notes), deadline)
+        if served not in ("", str(version)):
+            raise EngineCommitError(
+                f"{name} says that it serves version {served!r} after a commit of {version}",
+                step="get_weight_version",
+            )
+        await steps.run("resume", engine.resume_generation(), deadline)
+    except BaseException as error:
+        await _recover(steps, error, door)
+        if engine.errored and isinstance(error, EngineCommitError):  # its death is known only now
+            raise PeerLostError(f"{name} died: {error}", peers=[name]) from error
+        raise
+    return EngineCommit(
+        pause_seconds=time.monotonic() - began,
+        cache="reset" if cache == "reset" else "kept",
+        weight_version=served,
+        notes=tuple(notes),
+    )
 
 
 async def check_ready(
@@ -143,47 +166,6 @@ async def halt(
             await door.empty(max((deadline - time.monotonic()) / 2, 0.1))
     finally:
         await steps.run("resume", engine.resume_generation(), deadline)
-
-
-async def _commit(
-    engine: Any,
-    version: int,
-    cache: str,
-    pause: str,
-    deadline: float,
-    name: str,
-    door: Door | None,
-) -> EngineCommit:
-    await check_ready(engine, deadline=deadline, name=name)
-    steps = EngineCalls(engine, name)
-    notes: list[str] = []
-    began = time.monotonic()
-    try:
-        freeze = engine.pause_generation(mode=pause, clear_cache=cache == "reset")
-        await steps.run("pause", freeze, deadline)
-        await steps.run("start_weight_update", engine.start_weight_update(), deadline)
-        await steps.run("update_weights", _update(engine, version, deadline), deadline)
-        await steps.run("finish_weight_update", _finish(engine, version), deadline)
-        if cache == "reset":
-            await steps.run("reset_prefix_cache", _reset(engine), deadline)
-        served = await steps.run("get_weight_version", _served(engine, notes), deadline)
-        if served not in ("", str(version)):
-            raise EngineCommitError(
-                f"{name} says that it serves version {served!r} after a commit of {version}",
-                step="get_weight_version",
-            )
-        await steps.run("resume", engine.resume_generation(), deadline)
-    except BaseException as error:
-        await _recover(steps, error, door)
-        if engine.errored and isinstance(error, EngineCommitError):  # its death is known only now
-            raise PeerLostError(f"{name} died: {error}", peers=[name]) from error
-        raise
-    return EngineCommit(
-        pause_seconds=time.monotonic() - began,
-        cache="reset" if cache == "reset" else "kept",
-        weight_version=served,
-        notes=tuple(notes),
-    )
 
 
 async def _recover(steps: EngineCalls, error: BaseException, door: Door | None) -> None:

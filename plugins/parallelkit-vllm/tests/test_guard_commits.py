@@ -614,3 +614,25 @@ def test_an_update_that_is_open_by_vllms_own_routes():
         assert (await rig.commit(1)).status == 200
 
     run(main)
+
+
+def test_a_commit_that_is_cancelled_resumes():
+    """By itself, without the service, which never cancels one."""
+
+    async def main():
+        engine, entry = FakeEngine(), door.TaskDoor()
+        engine.hang["update_weights"] = gate = asyncio.Event()
+        end = time.monotonic() + 5.0
+        call = committing.commit(engine, 1, cache="reset", pause="keep", deadline=end, door=entry)
+        task = asyncio.ensure_future(call)
+        await until(lambda: "update_weights" in engine.calls)
+        task.cancel()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.calls[-1] == "resume_generation"
+        assert not engine.paused
+        assert not engine.open
+        assert "CancelledError" in entry.reason
+
+    asyncio.run(main())
