@@ -228,14 +228,18 @@ def _lacking(layer: nn.Module, state: Any, parameters: Mapping[str, nn.Parameter
         elif () not in shards:  # else it came in one piece
             wanted = _wanted(layer, shards)
             if wanted is None:
-                found.append(f"{name} (only {sorted(map(str, shards))})")
+                found.append(f"{name} (of parts that are not known, {len(shards)} came)")
             elif lack := wanted - set(shards):
-                found.append(f"{name} (without {', '.join(sorted(str(s[0]) for s in lack))})")
+                texts = sorted(" of expert ".join(map(str, shard)) for shard in lack)
+                found.append(f"{name} (without {', '.join(texts[:_SHOWN])})")
     return found
 
 
 def _wanted(layer: nn.Module, shards: list[tuple[Any, ...]]) -> set[tuple[Any, ...]] | None:
     """Every shard of a layer's fused parameter; None where that is not known."""
+    if all(len(shard) == 2 and type(shard[1]) is int for shard in shards):
+        kinds = {"w2"} if shards[0][0] == "w2" else {"w1", "w3"}  # down; gate and up
+        return {(k, e) for k in kinds for e in range(1 + max(shard[1] for shard in shards))}
     if any(len(shard) != 1 for shard in shards):
         return None
     if all(isinstance(shard[0], str) for shard in shards) and hasattr(layer, "total_num_kv_heads"):

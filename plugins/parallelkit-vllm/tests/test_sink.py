@@ -207,6 +207,44 @@ def test_other_tensors_than_the_checkpoint_has(config):
         target.needs()
 
 
+def lacking(layer, *given):
+    """What `reload` finds missing of a layer's parameter, given the arguments of each loading."""
+    state = SimpleNamespace(loaded_weights=[("w", SimpleNamespace(arguments=a)) for a in given])
+    return reload._lacking(layer, state, {"w": None})
+
+
+def shards(*names):
+    return [{"loaded_shard_id": name} for name in names]
+
+
+def experts(*pairs):
+    return [{"shard_id": kind, "expert_id": number} for kind, number in pairs]
+
+
+QKV = SimpleNamespace(total_num_kv_heads=2, output_sizes=[4, 2, 2])
+MERGED = SimpleNamespace(output_sizes=[4, 4])
+MOE = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("layer", "given", "lack"),
+    [
+        (MERGED, [], ["w"]),
+        (MERGED, [{"param": 1}], []),  # in one piece, and padded
+        (QKV, shards("q", "k", "v"), []),
+        (QKV, shards("q"), ["w (without k, v)"]),
+        (MERGED, shards(1, 0), []),
+        (MERGED, shards(1), ["w (without 0)"]),
+        (MOE, experts(("w1", 0), ("w3", 0), ("w3", 1), ("w1", 1)), []),
+        (MOE, experts(("w1", 0), ("w3", 0), ("w3", 1)), ["w (without w1 of expert 1)"]),
+        (MOE, experts(("w2", 2), ("w2", 0)), ["w (without w2 of expert 1)"]),
+        (MOE, shards("a", "b"), ["w (of parts that are not known, 2 came)"]),
+    ],
+)
+def test_what_an_incomplete_layer_lacks(layer, given, lack):
+    assert lacking(layer, *given) == lack
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape"), [("float32", (3,)), ("int8", (2, 2)), ("bool", ()), ("float64", (0, 4))]
 )
