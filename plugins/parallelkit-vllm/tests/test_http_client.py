@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.server
 import json
 import socket
 import sys
@@ -33,102 +32,21 @@ from parallelkit.plugin import EngineClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_engine import Answer, FakeApp, FakeEngine, ask
+from fake_server import TOKEN, Guarded, Web
 from parallelkit_vllm import wire
 from parallelkit_vllm.clients import web
 from parallelkit_vllm.clients.http import connect
-from parallelkit_vllm.guard import Guard
 
 sys.path.pop(0)
 
-TOKEN = "0123456789abcdef0123456789abcdef"
-
-
-class Web:
-    """A small HTTP server on a free port of loopback; `handle(method, path, headers, body)`."""
-
-    def __init__(self, handle: Callable[..., tuple[int, bytes]]) -> None:
-        self.requests: list[tuple[str, str, bytes]] = []
-        outer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self) -> None:
-                length = int(self.headers.get("content-length", 0))
-                body = self.rfile.read(length)
-                outer.requests.append((self.command, self.path, body))
-                status, data = handle(self.command, self.path, self.headers, body)
-                with contextlib.suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(data)))
-                    if status in (301, 307):
-                        self.send_header("location", "http://127.0.0.1:1/elsewhere")
-                    self.end_headers()
-                    self.wfile.write(data)
-
-            do_GET = do_POST = answer  # noqa: N815
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = False
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-class Guarded(Web):
-    """The guard before a fake engine, its event loop in a thread."""
-
-    def __init__(self, members: int = 1) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._runner = threading.Thread(target=self.loop.run_forever)
-        self._runner.start()
-        self.engine = FakeEngine(members)
-        self.app = FakeApp(self.engine)
-        self.guard = Guard(self.app)
-        super().__init__(self.handle)
-
-    def handle(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, bytes]:
-        pairs = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
-        call = ask(
-            self.guard, path, body, method=method, headers=pairs, state=self.app, answer=Answer()
-        )
-        answer = asyncio.run_coroutine_threadsafe(call, self.loop).result(30)
-        return answer.status, answer.body
-
-    def on_loop(self, work: Callable[[], Any]) -> Any:
-        async def do() -> Any:
-            return work()
-
-        return asyncio.run_coroutine_threadsafe(do(), self.loop).result(10)
-
-    def close(self) -> None:
-        super().close()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._runner.join()
-        self.loop.close()
-
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def serve() -> Iterator[Callable[..., Any]]:
     """Start a server with the guard, or with a function that answers."""
     made: list[Web] = []
 
     def make(handle: Callable[..., tuple[int, bytes]] | None = None, **kwargs: Any) -> Web:
-        if handle is not None:
-            made.append(Web(handle))
-        else:
-            monkeypatch.setenv(wire.TOKEN_VARIABLE, TOKEN)  # read when the guard is made
-            made.append(Guarded(**kwargs))
-            monkeypatch.delenv(wire.TOKEN_VARIABLE)
+        made.append(Guarded(**kwargs) if handle is None else Web(handle))
         return made[-1]
 
     yield make
