@@ -173,12 +173,15 @@ class EngineRound:
         """
         self.decided(deadline)
         seconds = max(deadline - time.monotonic(), 0.01)
-        call = self._ask(engine, seconds)
-        if not call.wait(deadline):
-            self.abort("it took too long to begin")
-            raise _silent(engine, _slow(seconds))
-        if call.error is not None:
-            raise _as_ours(engine, call.error)
+        try:
+            call = self._ask(engine, seconds)
+            if not call.wait(deadline):
+                raise _silent(engine, _slow(seconds))
+            if call.error is not None:
+                raise _as_ours(engine, call.error)
+        except BaseException:
+            self.abort("it could not be brought along")
+            raise
         self.commit(self._parts[engine.ticket])
         ((report,), _) = self.finish(())
         if report.state != "committed":
