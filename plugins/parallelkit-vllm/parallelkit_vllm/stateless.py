@@ -156,6 +156,7 @@ class StatelessGroup:
     def close(self) -> None:
         """Leave the group; the others learn it at their next call. Harmless when repeated."""
         self._end()
+        self._gloo = None  # its sockets and threads end with its last reference
 
     def __enter__(self) -> StatelessGroup:
         return self
@@ -298,13 +299,13 @@ def _connect(star: Star, timeout: float) -> Any:
     words = star.exchange("gloo: a store", b"" if port is None else port.to_bytes(2, "big"))
     port = int.from_bytes(words[0], "big")
     host: str = star.where.rpartition(":")[0]
-    # gloo keeps what it is given; so this is a client on rank 0, too, and the server can go
-    store = _c10d.TCPStore(host, port, None, False, limit, wait_for_workers=False)
     kind = _c10d.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=star.host, lazy_init=False)]
     options._timeout = limit
     try:
+        # gloo keeps what it is given; so this is a client on rank 0, too, and the server can go
+        store = _c10d.TCPStore(host, port, None, False, limit, wait_for_workers=False)
         gloo = kind(_c10d.PrefixStore("gloo", store), star.rank, star.world_size, options)
     except RuntimeError as error:
         said = str(error).splitlines()[0][:300]

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 import torch
 from parallelkit_vllm import share_weights, stateless_init_process_group
+from stateless_rank import listens
 
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -36,26 +37,9 @@ def get_open_port() -> int:
         return int(free.getsockname()[1])
 
 
-def listeners() -> list[str]:
-    """IPv4 addresses at which this process listens, in hexadecimal, and `v6` for any other."""
-    mine = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            mine.add(str(fd.readlink()))
-        except OSError:
-            continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
-                found.append(fields[1].partition(":")[0] if table == "tcp" else "v6")
-    return found
-
-
 def broadcast(llm: Any, model: torch.nn.Module, told: dict[str, Any]) -> None:
     """The example with one trainer and one engine."""
-    before = listeners()
+    before = listens()
     pool = ThreadPoolExecutor(1)
     master_address, master_port = "127.0.0.1", get_open_port()
     handle = pool.submit(
@@ -65,7 +49,7 @@ def broadcast(llm: Any, model: torch.nn.Module, told: dict[str, Any]) -> None:
         master_address, master_port, 0, 2, torch.device("cpu")
     )
     handle.result()
-    told["listens"] = [a for a in listeners() if a not in before]
+    told["listens"] = [a for a in listens() if a not in before]
 
     def sync(only: Callable[[int], bool] = lambda at: True) -> None:
         for at, (name, p) in enumerate(model.named_parameters()):
