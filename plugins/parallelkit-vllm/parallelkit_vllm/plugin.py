@@ -9,18 +9,18 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from parallelkit.plugin import Candidate, ProbeRequest, Section, hookimpl
+from parallelkit.plugin import Candidate, ExecutionSpec, ProbeRequest, Section, hookimpl
 from parallelkit_vllm.errors import EngineVersionError
 from parallelkit_vllm.versions import RANGE, check_version, installed
 
 if TYPE_CHECKING:
-    from parallelkit.protocols import EngineClient, WeightSink
+    from parallelkit.protocols import EngineClient, ExecutionMode, WeightSink
 
 parallelkit_api = 1
 
 NAME = "vllm"
 
-FEATURES = frozenset({"weights.sink", "weights.engine"})
+FEATURES = frozenset({"execution.eager", "execution.graph", "weights.sink", "weights.engine"})
 
 
 @hookimpl
@@ -34,6 +34,15 @@ def parallelkit_probe(request: ProbeRequest) -> Candidate:
         score=0,
         reason=f"{why}; it takes weights, and opens no process group" if usable else why,
     )
+
+
+@hookimpl
+def parallelkit_set_execution_mode(spec: ExecutionSpec) -> ExecutionMode | None:
+    if spec.framework != NAME:
+        return None
+    from parallelkit_vllm.execution import set_execution_mode
+
+    return set_execution_mode(spec)
 
 
 @hookimpl

@@ -32,7 +32,12 @@ def test_probe(monkeypatch):
     assert candidate.name == candidate.framework == "vllm"
     assert candidate.score == 0
     assert "vLLM 0.32.0+cpu is installed; it takes weights" in candidate.reason
-    assert candidate.features == {"weights.sink", "weights.engine"}
+    assert candidate.features == {
+        "execution.eager",
+        "execution.graph",
+        "weights.sink",
+        "weights.engine",
+    }
 
 
 @pytest.mark.parametrize(
