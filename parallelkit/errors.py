@@ -229,6 +229,18 @@ class ManifestError(WeightTransferError):
     """A model or manifest cannot be published: a bad name, dtype, shape or alias."""
 
 
+class NonFiniteError(ManifestError):
+    """The model holds NaN or infinity, and `check_finite` was asked for; nothing was sent.
+
+    Attributes:
+        tensors: names of the tensors that do.
+    """
+
+    def __init__(self, message: str, *, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
+
+
 class ManifestMismatchError(WeightTransferError):
     """The publisher's manifest is not exactly what the target needs.
 
@@ -349,3 +361,28 @@ class QuarantinedError(WeightTransferError):
 
     It comes back by the next full commit. The message says what happened.
     """
+
+
+class EngineError(WeightTransferError):
+    """An inference engine cannot be attached, or refused or failed a call; the message names it."""
+
+
+class EngineCommitError(EngineError):
+    """An engine failed while a decided version was put in place; it generates nothing until a
+    later commit works.
+
+    Attributes:
+        step: what failed, such as `update_weights`.
+    """
+
+    def __init__(self, message: str, *, step: str = "") -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class UnguardedEngineError(EngineError):
+    """A server's admin routes, or the way to it, would be open to anyone: refused."""
+
+
+class EngineTokenError(EngineError):
+    """The token of a server's guard is missing, too weak or another one."""

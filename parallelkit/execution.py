@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallelkit import groups, hooks
-from parallelkit.errors import ExecutionModeError
+from parallelkit.errors import ExecutionModeError, NoBackendError
 from parallelkit.graphs import GraphReport, ModeComparison
 from parallelkit.loader import PluginManager
 from parallelkit.protocols import ExecutionMode
@@ -29,6 +29,7 @@ def execution_mode(
     Args:
         mode: `"eager"` or `"graph"`.
         framework: whose mode; auto: the open group's, else as `init_process_group` would choose.
+            An engine's too: `"vllm"`, whose mode says how to start it.
         fallback: take eager where graph cannot run (see `.effective` and `.reason`).
         manager: plugins to use, the process's own by default.
         options: options of the framework's own, refused by name when unknown.
@@ -41,7 +42,7 @@ def execution_mode(
         >>> step = execution_mode("graph").compile(train_step)  # doctest: +SKIP
     """
     ExecutionSpec(mode=mode, framework=framework)  # a wrong mode is reported first
-    plugin, candidate, manager = _chosen(framework, manager)
+    plugin, candidate, manager = _chosen(framework, manager, engines=True)
     if not (fallback and mode == "graph"):
         require(candidate, plugin, {f"execution.{mode}"})
     spec = ExecutionSpec(
@@ -140,17 +141,38 @@ def compare_modes(
 
 
 def _chosen(
-    framework: str, manager: PluginManager | None
+    framework: str, manager: PluginManager | None, *, engines: bool = False
 ) -> tuple[PluginInfo, Candidate, PluginManager | None]:
-    """Return the open group's plugin where it serves `framework`, else the one selected."""
+    """Return the open group's plugin where it serves `framework`, else the one selected.
+
+    With `engines` also one that opens no group, and so is never selected, by its framework's name.
+    """
     held = groups.open_group()
     if manager is None and held is not None:
         manager = held.manager
     if held is not None and framework in ("auto", held.framework):
         return held.selection.winner, held.selection.candidate, manager
     request = ProbeRequest(framework=framework, launch=groups.read_launch())
-    selection = select(request, manager=manager)
+    try:
+        selection = select(request, manager=manager)
+    except NoBackendError:
+        engine = _engine(request, manager) if engines else None
+        if engine is None:
+            raise
+        return *engine, manager
     return selection.winner, selection.candidate, manager
+
+
+def _engine(
+    request: ProbeRequest, manager: PluginManager | None
+) -> tuple[PluginInfo, Candidate] | None:
+    """The plugin of the framework asked for that has modes, selected or not."""
+    answers, _ = hooks.probe(request, manager=manager)
+    for answer in answers:
+        candidate = answer.value
+        if candidate.framework == request.framework and "execution.eager" in candidate.features:
+            return answer.plugin, candidate
+    return None
 
 
 def _check_callable(function: object, what: str) -> None:

@@ -24,7 +24,11 @@ from parallelkit.records import HookFailure, Implementation, PluginInfo
 T = TypeVar("T")
 
 #: Hooks that are shown a user's object of any type: what they raise by mistake is the plugin's.
-_WRAPPED = ("parallelkit_weight_source", "parallelkit_weight_sink")
+_WRAPPED = (
+    "parallelkit_weight_source",
+    "parallelkit_weight_sink",
+    "parallelkit_engine_client",
+)
 
 
 @attrs.frozen
@@ -156,10 +160,16 @@ def weight_sink(
 
 
 def engine_client(
-    target: Any, *, manager: PluginManager | None = None
+    target: Any, options: Mapping[str, object], *, manager: PluginManager | None = None
 ) -> protocols.EngineClient | None:
     """Return the client of the first plugin that knows the engine `target`, or None."""
-    return _first("parallelkit_engine_client", manager, protocols.EngineClient, target=target)
+    return _first(
+        "parallelkit_engine_client",
+        manager,
+        protocols.EngineClient,
+        target=target,
+        options=options,
+    )
 
 
 def transports(

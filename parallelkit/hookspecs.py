@@ -163,10 +163,16 @@ def parallelkit_connect_transport(
 
 
 @hookspec(firstresult=True)
-def parallelkit_engine_client(target: Any) -> protocols.EngineClient | None:
-    """Control an inference engine for `publisher.attach(target)`. *First result.*
+def parallelkit_engine_client(
+    target: Any, options: Mapping[str, object]
+) -> protocols.EngineClient | None:
+    """Control an inference engine for `publisher.attach(target, **options)`. *First result.*
 
-    Not called in this release: `attach` refuses every engine.
+    Called on rank 0, in the thread that called `attach`. None means the type is not mine; tell by
+    `sys.modules` and `isinstance`, or for an address by its form, never by importing. Whoever
+    takes the target refuses options it does not know, by name. All clients know `name` (a string
+    or None), `cache` (`"reset"` or `"keep"`) and `pause` (`"keep"`, `"wait"` or `"abort"`).
+    Nothing of the engine is touched yet; that is the client's `init`.
     """
 
 

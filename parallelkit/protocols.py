@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from parallelkit.plan import ParallelPlan
+    from parallelkit.specs import EngineCommit
     from parallelkit.weights.layout import Region
     from parallelkit.weights.manifest import Manifest
     from parallelkit.weights.regions import Bytes, Span
@@ -336,7 +337,8 @@ class WeightSink(Protocol):
     def write(self, index: int, data: memoryview) -> None:
         """Place the row-major bytes of tensor `index`, where `destination` gave None.
 
-        `data` is the publisher's memory: copy out of it, keep no view.
+        `data` may be memory of the publisher, or of others: do not write into it. It stays, with
+        these bytes, until `finish` returns or the next `begin`; keep no view of it beyond.
         """
 
     def host_bytes(self, index: int) -> memoryview:
@@ -449,19 +451,77 @@ class SubscriberTransport(Protocol):
 
 @runtime_checkable
 class EngineClient(Protocol):
-    """Controls one inference engine on the publisher's behalf."""
+    """Controls one inference engine for a publisher that it is attached to.
+
+    Weights never pass through it. The engine's workers are members of a ticket and stage each
+    version over the control channel, in memory of their own; the client delivers the ticket, and
+    opens the slot in which they put a staged version in place.
+
+    Each call comes from one thread at a time, not always the same, and ends within about
+    `timeout` seconds, by an error if need be: nobody else watches a call that hangs. A
+    `PeerLostError` says that the engine is gone for good, `UpdateTimeoutError` that it did not
+    answer; any other error is told to the user as it is, so its text says what to do.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For reports, printable, 200 characters at most: `vllm-0 (http://127.0.0.1:8000)`."""
+
     @property
     def members(self) -> int:
-        """How many worker ranks will join."""
+        """How many worker ranks join: tensor x pipeline x data."""
 
-    def init(self, ticket: str, *, timeout: float) -> None: ...
-    def begin(self, version: int, *, timeout: float) -> None: ...
-    def update(self, version: int, *, timeout: float) -> None: ...
-    def commit(self, version: int, *, timeout: float) -> None: ...
-    def abort(self, version: int, reason: str, *, timeout: float) -> None: ...
-    def pause(self, *, timeout: float) -> AbstractContextManager[None]: ...
-    def resume(self, *, timeout: float) -> None: ...
-    def version(self, *, timeout: float) -> int: ...
+    @property
+    def handle(self) -> Any:
+        """What `attach` gives to the user; it refuses to generate while quarantined."""
+
+    def init(self, ticket: str, *, timeout: float) -> None:
+        """Deliver the ticket, privately: each worker joins with it as the member of its rank."""
+
+    def begin(self, version: int, *, timeout: float) -> None:
+        """An update is about to begin; nothing was sent for it yet.
+
+        Where it returns, one call of `commit`, `abort` or `quarantine` follows.
+
+        Raises:
+            StateError: the engine cannot take part: asleep, an update is open in it.
+            PeerLostError: it is dead.
+        """
+
+    def commit(self, version: int, *, timeout: float) -> EngineCommit:
+        """Every worker has staged `version`, and it is decided: put it in place.
+
+        Pauses generation, lets every worker put its bytes in place, brings the caches in line,
+        sets the version that the engine reports, resumes. It resumes on every path, also where it
+        raises. When it returns, the engine is at `version` and an earlier quarantine is over.
+        When it raises, the publisher calls `quarantine`.
+        """
+
+    def abort(self, version: int, reason: str, *, timeout: float) -> None:
+        """The update that `begin` announced was called off; the engine goes on as it was."""
+
+    def quarantine(self, reason: str) -> None:
+        """Weights may be torn: refuse to generate until a later commit works; never blocks long.
+
+        What is being generated ends now, as far as the engine can be reached. A `commit` that is
+        still under way does not lift it.
+        """
+
+    def version(self, *, timeout: float) -> int:
+        """The version that the engine says it serves, 0 before the first."""
+
+    def close(self) -> None:
+        """The publisher closed, or let the engine go, which goes on serving. Never blocks long;
+        harmless when repeated."""
+
+
+@runtime_checkable
+class ThreadBoundClient(EngineClient, Protocol):
+    """A client of an engine that one thread of this process serves, such as by its event loop."""
+
+    def check_thread(self) -> None:
+        """See that the calling thread is another one; called by `attach` and `update` as such.
+
+        Raises:
+            StateError: it is that thread, which could not serve the engine while it waits.
+        """

@@ -315,6 +315,23 @@ class TransportSpec:
 
 
 @attrs.frozen(kw_only=True)
+class EngineCommit:
+    """What an inference engine did to put a version in place, as its client measured it.
+
+    Attributes:
+        pause_seconds: for how long it generated nothing.
+        cache: what became of keys and values computed with the old weights: `reset` or `kept`.
+        weight_version: what the engine says that it serves now, as text; "" if it cannot say.
+        notes: anything the reader of the report should know.
+    """
+
+    pause_seconds: float
+    cache: str
+    weight_version: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
 class LaunchSpec:
     """A script to be started on several ranks of this host.
 
@@ -342,6 +359,10 @@ class DemoSpec:
         steps: optimiser steps; every: steps between two updates of the follower.
         ranks: trainer processes.
         output: path of the HTML report.
+        engine: what follows: `module`, the same model in a process of its own; `vllm`, a vLLM
+            server; `auto`, vLLM where this Python has it or `engine_python` is given, else module.
+        engine_python: the Python that runs the engine; empty: this one, or the one that the
+            variable `PARALLELKIT_VLLM_PYTHON` names.
     """
 
     framework: str = "auto"
@@ -350,6 +371,8 @@ class DemoSpec:
     every: int = 50
     ranks: int = 2
     output: str = "report.html"
+    engine: str = "auto"
+    engine_python: str = ""
 
 
 @attrs.frozen(kw_only=True)

@@ -7,7 +7,12 @@ import json
 import pytest
 
 import parallelkit as pk
-from parallelkit.errors import ExecutionModeError, PluginContractError, UnsupportedFeatureError
+from parallelkit.errors import (
+    ExecutionModeError,
+    NoBackendError,
+    PluginContractError,
+    UnsupportedFeatureError,
+)
 from parallelkit.plugin import Difference, GraphBreak, GraphReport, ModeComparison, hookimpl
 from parallelkit.testing.fake import FEATURES, FakePlugin
 
@@ -141,3 +146,26 @@ def test_options_of_the_framework_may_be_called_mode(manager, clean_launch) -> N
     assert made.spec.options == {"mode": "max-autotune"}  # type: ignore[attr-defined]
     assert (made.graphs, made.recompiles, made.graph_breaks) == (0, 0, 0)
     assert "graph" in made.explain()
+
+
+def test_a_mode_of_an_engine_is_had_by_its_name(manager, clean_launch) -> None:
+    """Its plugin opens no group, so nothing else is to be had of it."""
+    clean_launch()
+    manager.register(FakePlugin("engine", score=0, reason="takes weights"), name="engine")
+    made = pk.execution_mode("graph", framework="engine", manager=manager)
+    assert made.spec.framework == "engine"  # type: ignore[attr-defined]
+    for call in (
+        lambda: pk.execution_mode("graph", manager=manager),
+        lambda: pk.check_graph(print, framework="engine", manager=manager),
+        lambda: pk.init_process_group(framework="engine", manager=manager),
+    ):
+        with pytest.raises(NoBackendError, match="takes weights"):
+            call()
+
+
+def test_what_cannot_be_used_has_no_modes(manager, clean_launch) -> None:
+    clean_launch()
+    gone = FakePlugin("gone", score=0, reason="not installed", features=frozenset())
+    manager.register(gone, name="gone")
+    with pytest.raises(NoBackendError, match="not installed"):
+        pk.execution_mode("eager", framework="gone", manager=manager)

@@ -255,5 +255,5 @@ class TestFirstResult:
         manager.register(plugin("e"), name="e")
         manager.register(plugin("d"), name="d")
         manager.register(plugin("z", tryfirst=True), name="z")
-        assert hooks.engine_client(object(), manager=manager) is None
+        assert hooks.engine_client(object(), {}, manager=manager) is None
         assert order == ["z", "d", "e", "c"]

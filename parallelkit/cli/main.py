@@ -124,10 +124,12 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
         "every": "steps between two updates of the follower",
         "ranks": "trainer processes",
         "output": "path of the HTML report",
+        "engine": "what follows: module, vllm, or auto, which is vllm where it is installed",
+        "engine_python": "a Python that has vLLM, where this one has none",
     }
     for name, text in helps.items():
         parser.add_argument(
-            f"--{name}",
+            f"--{name.replace('_', '-')}",
             type=type(default[name]),
             default=default[name],
             help=f"{text} (%(default)s)",

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from parallelkit.weights.plan import TransferPlan, plan_transfer
     from parallelkit.weights.publisher import WeightPublisher
     from parallelkit.weights.publishing import publish_weights
-    from parallelkit.weights.report import MemberReport, TransferReport
+    from parallelkit.weights.report import EngineReport, MemberReport, TransferReport
     from parallelkit.weights.subscriber import WeightSubscriber
 
 # Resolved on first use: a manifest needs neither numpy nor ZeroMQ.
 _HOMES = {
+    "EngineReport": "report",
     "Manifest": "manifest",
     "MemberReport": "report",
     "TensorSpec": "manifest",
@@ -31,6 +32,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EngineReport",
     "Manifest",
     "MemberReport",
     "TensorSpec",

@@ -10,6 +10,7 @@ from parallelkit import errors
 from parallelkit.errors import (
     CollectiveError,
     CollectiveTimeoutError,
+    NonFiniteError,
     ParallelKitError,
     PartialCommitError,
     PeerLostError,
@@ -138,6 +139,8 @@ def pack_error(error: BaseException) -> dict[str, Any]:
     packed: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
     if isinstance(error, UpdateAbortedError):
         packed["failures"] = error.failures
+    if isinstance(error, NonFiniteError):
+        packed["tensors"] = list(error.tensors)
     if isinstance(error, PartialCommitError) and isinstance(error.report, TransferReport):
         packed["report"] = error.report.to_dict()
     return packed
@@ -151,6 +154,8 @@ def unpack_error(packed: dict[str, Any], rank: int = 0) -> ParallelKitError:
         return kind(message, failures=packed.get("failures"))
     if issubclass(kind, PartialCommitError):
         return kind(message, report=report_from_dict(packed["report"]))
+    if issubclass(kind, NonFiniteError):
+        return kind(message, tensors=packed.get("tensors", ()))
     return kind(message)
 
 

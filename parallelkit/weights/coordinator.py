@@ -10,16 +10,14 @@ from typing import Final
 
 import attrs
 
-from parallelkit.errors import (
-    PartialCommitError,
-    UpdateTimeoutError,
-    VersionError,
-)
-from parallelkit.protocols import WeightSource
+from parallelkit.errors import UpdateTimeoutError
+from parallelkit.protocols import EngineClient, WeightSource
 from parallelkit.weights import messages as m
 from parallelkit.weights.collective import Crew, Message
 from parallelkit.weights.control import ControlServer, Stop
 from parallelkit.weights.endpoint import parse_endpoint
+from parallelkit.weights.engine_round import EngineRound
+from parallelkit.weights.engines import Engine, Engines
 from parallelkit.weights.exporter import Exporter, Hashed
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.kept import Kept
@@ -35,7 +33,13 @@ from parallelkit.weights.orders import (
     raise_failed,
     staged,
 )
-from parallelkit.weights.report import MemberReport, TransferReport, verified_by_all
+from parallelkit.weights.outcome import raise_unless_everywhere
+from parallelkit.weights.report import (
+    EngineReport,
+    MemberReport,
+    TransferReport,
+    verified_by_all,
+)
 from parallelkit.weights.routes import Post, Routes, describe
 from parallelkit.weights.ticket import TicketOffice
 from parallelkit.weights.truth import Truth, hashed_from_plain
@@ -44,8 +48,6 @@ from parallelkit.weights.update import Update
 #: After this many committed versions in a row without a changed byte, the report warns.
 UNCHANGED_ALARM: Final = 3
 TICKET_SECONDS: Final = 300.0
-#: The wire carries versions below this.
-MAX_VERSION: Final = 2**62
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +59,7 @@ class Settings:
     verify: str
     aliased: bool
     keep_last: bool
+    check_finite: bool
     timeout: float
     endpoint: str | None
     options: dict[str, object]
@@ -117,6 +120,7 @@ class Coordinator:
             sources=self.routes.sources,
             version=_version_of(weakref.ref(self)),
         )
+        self.engines = Engines(self.members, self.office, self.drop)
         self.server.start(self.members)
 
     @property
@@ -134,6 +138,7 @@ class Coordinator:
         started, clock = time.time(), time.monotonic()
         self.server.check()
         self._dismiss_broken_groups()
+        self.engines.refresh()
         self._source.begin()
         if self.settings.aliased:
             self.exporter.check_adopted()
@@ -151,26 +156,34 @@ class Coordinator:
             in_place=self.settings.commit == "in_place",
         )
         update.phases["look"] = time.monotonic() - clock
+        engines = EngineRound(self.engines, version)
         try:
+            self._ask(engines, update)
             truths = self._prepare(update)
         except BaseException as error:
             self.members.ignore()
             self._bump()
             update.abort(str(error) or type(error).__name__)
+            engines.abort(str(error) or type(error).__name__)
             raise
         self.version = version  # decided: from here on the number is used, whatever happens
         self.exporter.committed()
         self._keep(update, truths)
         members: list[MemberReport] | None = None
         try:
-            members = update.commit(truths, readback=self.settings.verify == "readback")
+            engines.decided(time.monotonic() + self.settings.timeout)
+            readback = self.settings.verify == "readback"
+            members = update.commit(truths, readback=readback, settled=engines.settled)
+            of_engines, members = engines.finish(members)
         finally:
             self.members.ignore()
+            if members is None:
+                engines.abort("the publisher was interrupted")
             if members is None or any(r.state in ("quarantined", "lost") for r in members):
                 self._bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")
         update.lap("commit")
-        return self._report(update, started, members, truths)
+        return self._report(update, started, members, of_engines, truths)
 
     def offer_kept(self) -> None:
         """Let members that join from now on have the last committed version at once.
@@ -206,6 +219,21 @@ class Coordinator:
                 + "; a subscriber joins with pk.subscribe_weights(model, ticket)"
             )
 
+    def attach(self, target: object, client: EngineClient) -> Engine:
+        """Let an engine follow; of a version that is kept, at once."""
+        self.server.check()
+        seconds = self.settings.timeout
+        deadline = time.monotonic() + seconds
+        kept = self._kept.version if self._kept is not None else 0
+        engine = self.engines.attach(target, client, seconds, kept)
+        if kept:
+            try:
+                EngineRound(self.engines, kept).bring(engine, deadline)
+            except BaseException:
+                self.engines.abandon(engine)
+                raise
+        return engine
+
     def stop(self) -> None:
         """Make an update that is waiting end, so that `close` can follow."""
         self.members.inbox.put(Stop())
@@ -216,6 +244,7 @@ class Coordinator:
             if member.present:
                 self.server.send(member.route, m.Close(reason=reason))
         self.server.close()
+        self.engines.close()
         self._release()
 
     def drop(self, member: Member, reason: str) -> None:
@@ -232,6 +261,7 @@ class Coordinator:
             host=host,
             slots=self._slots,
             seconds=self.settings.timeout,
+            check_finite=self.settings.check_finite,
         )
         if self._crew.several:
             self._crew.tell({"open": opening.to_plain()})
@@ -263,6 +293,16 @@ class Coordinator:
         self.epoch = self.exporter.arena.bump()
         return self.epoch
 
+    def _ask(self, engines: EngineRound, update: Update) -> None:
+        """Ask attached engines whether they can take part; nothing was sent yet."""
+        if not self.engines.present:
+            return
+        failures = engines.begin(update.members, update.deadline)
+        update.lap("ask")
+        if failures:
+            texts = {name: str(error) for name, error in failures.items()}
+            raise update.aborted("begin", texts, next(iter(failures.values())))
+
     def _prepare(self, update: Update) -> dict[Needs, Truth]:
         """Everything before the decision; any error here leaves every member as it was."""
         aliased = self.settings.aliased
@@ -270,10 +310,15 @@ class Coordinator:
         if self.settings.keep_last:
             kinds = self.members.kinds() or [Needs.whole(self.manifest)]
         truths: dict[Needs, Truth] = {}
+        if self.settings.check_finite:  # nobody hears of a version that is refused
+            if aliased:
+                self.exporter.check_arena()
+            else:
+                truths = self._stage(update, kinds)
         update.begin()
         self._phase("begin")
         update.lap("begin")
-        if not aliased and kinds:
+        if not aliased and kinds and not self.settings.check_finite:
             truths = self._stage(update, kinds)
         update.wait_ready()
         update.lap("ready")
@@ -344,6 +389,7 @@ class Coordinator:
         update: Update,
         started: float,
         members: list[MemberReport],
+        engines: list[EngineReport],
         truths: dict[Needs, Truth],
     ) -> TransferReport:
         ratio, notes = self._changes(truths.values()), []
@@ -351,7 +397,7 @@ class Coordinator:
             notes.append("no member of a complete group was there; nothing was sent")
         if self._kept is not None and not members:
             notes.append("the version is kept for members that join")
-        notes += self.members.absent(new=True)
+        notes += self.members.absent(new=True) + self.engines.absent()
         if self.unchanged_alarm():
             notes.append(self.unchanged_alarm())
         if any(report.state == "staged" for report in members):
@@ -366,19 +412,11 @@ class Coordinator:
             phases=update.phases,
             started_at=started,
             members=tuple(members),
+            engines=tuple(engines),
             changed_ratio=ratio,
             notes=tuple(notes),
         )
-        if report.quarantined:
-            details = "; ".join(
-                f"{r.name}: {r.state}, {r.reason}" for r in members if r.name in report.quarantined
-            )
-            raise PartialCommitError(
-                f"version {update.version} was committed, but not everywhere. {details}. Members "
-                "not named are at the new version; quarantined ones serve nothing and come back "
-                "by the next update",
-                report=report,
-            )
+        raise_unless_everywhere(report)
         return report
 
     def unchanged_alarm(self) -> str:
@@ -424,19 +462,3 @@ def _version_of(coordinator: weakref.ref[Coordinator]) -> Callable[[], int]:
         return 0 if alive is None else alive.version
 
     return version
-
-
-def next_version(current: int, asked: int | None) -> int:
-    """The version an update will have.
-
-    Raises:
-        VersionError: `asked` is not an integer above `current`.
-    """
-    if asked is None and current + 1 < MAX_VERSION:
-        return current + 1
-    if isinstance(asked, bool) or not isinstance(asked, int) or not current < asked < MAX_VERSION:
-        raise VersionError(
-            f"version is {asked!r}; the last committed version is {current} and versions only move "
-            "forward"
-        )
-    return asked

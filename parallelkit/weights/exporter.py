@@ -22,6 +22,7 @@ from parallelkit.weights.buckets import (
     wanted_buckets,
 )
 from parallelkit.weights.exports import Export
+from parallelkit.weights.finite import non_finite, refuse_non_finite
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.regions import Bytes
@@ -73,13 +74,24 @@ class Side:
 class Exporter:
     """Stages and hashes what this rank hands out. Called by the thread that calls `update`."""
 
-    def __init__(self, source: WeightSource, export: Export, arena: Arena, run_id: bytes) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        export: Export,
+        arena: Arena,
+        run_id: bytes,
+        *,
+        check_finite: bool = False,
+    ) -> None:
         self.rank = export.rank
         self.export = export
         self.arena = arena
         self.workers = Workers()
         self._source = source
         self._run_id = run_id
+        self._check_finite = check_finite
+        self._unchecked: set[int] = set()
+        self._bad: dict[str, int] = {}
         self._sides: dict[Needs, Side] = {}
         self._whole = Needs.whole(export.manifest)
         self._parts = {part.tensor: part.nbytes for part in export.parts()}
@@ -96,13 +108,16 @@ class Exporter:
 
         Raises:
             ManifestError: a tensor has not the bytes that its manifest says.
+            NonFiniteError: with `check_finite`, a part holds NaN or infinity.
         """
         todo = list(dict.fromkeys(needs))
         self._forget(todo)
         found: dict[Needs, Digests] = {}
         memory = self.arena.slot(slot)
         wanted = self._wanted(self._whole, verify, version, self._whole in todo)
+        self._bad, self._unchecked = {}, set(self._parts) if self._check_finite else set()
         found[self._whole] = self._pass(self._side(self._whole), memory, wanted)
+        refuse_non_finite(self._bad)
         for other in todo:
             if other not in found:
                 wanted = self._wanted(other, verify, version, True)
@@ -117,6 +132,20 @@ class Exporter:
             wanted = self._wanted(n, verify, version, True)
             found[n] = hash_table(memory, self._side(n).table, self.workers, wanted)
         return [self._said(n, found[n], verify) for n in needs]
+
+    def check_arena(self) -> None:
+        """With `check_finite`, look at the model where it lives in the arena.
+
+        Raises:
+            NonFiniteError: it holds NaN or infinity.
+        """
+        if self._check_finite:
+            unique = self.export.manifest.unique
+            found = {
+                tensor.name: non_finite(span, tensor.dtype, self.workers)
+                for tensor, span in zip(unique, self._spans(), strict=True)
+            }
+            refuse_non_finite({name: count for name, count in found.items() if count})
 
     def committed(self) -> None:
         """What was staged last is the version that later ones are compared with."""
@@ -192,7 +221,14 @@ class Exporter:
                 f"the source gave {data.nbytes} bytes for {name!r}, the manifest says {expected}: "
                 "its shape or dtype changed after publish_weights"
             )
-        return as_bytes(data)
+        found = as_bytes(data)
+        if tensor in self._unchecked:
+            self._unchecked.discard(tensor)
+            spec = self.export.manifest.unique[tensor]
+            count = non_finite(found, spec.dtype, self.workers)
+            if count:
+                self._bad[spec.name] = count
+        return found
 
     def _spans(self) -> list[Bytes]:
         """The arena's memory of each unique tensor; of a rank that hands out all of them whole."""

@@ -121,6 +121,11 @@ class Members(Desk):
         with self.changed:
             return [m for m in self._all if m.state not in ("opening", "refused")]
 
+    def of_ticket(self, number: int) -> list[Member]:
+        """Everyone who came with ticket `number`, those included that did not join."""
+        with self.changed:
+            return [m for m in self._all if m.ticket.number == number]
+
     def ready_for_update(self) -> list[Member]:
         """Members of complete groups."""
         with self.changed:

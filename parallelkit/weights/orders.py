@@ -36,6 +36,7 @@ class Opening:
         names: transports, the one that makes the memory first.
         run_id, secret: of the publisher; host: the interface of its control channel.
         slots: how often an arena holds the export.
+        check_finite: whether staging refuses NaN and infinity.
         seconds: how long it may take.
     """
 
@@ -45,6 +46,7 @@ class Opening:
     host: str
     slots: int
     seconds: float
+    check_finite: bool = False
 
     def to_plain(self) -> Message:
         """Plain form, for the other ranks."""
@@ -139,7 +141,7 @@ def open_exporter(
         options=options,
     )
     arena = Arena(opening.names, spec, opening.slots)
-    exporter = Exporter(source, mine, arena, opening.run_id)
+    exporter = Exporter(source, mine, arena, opening.run_id, check_finite=opening.check_finite)
     return exporter, Post(rank, host_identity(), arena.slot_bytes, arena.offers())
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from parallelkit import hooks
 from parallelkit.errors import (
     CollectiveError,
     ParallelKitError,
@@ -17,20 +18,21 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
     WeightTransferError,
 )
-from parallelkit.protocols import ProcessGroup, ShardedSource, WeightSource
+from parallelkit.protocols import EngineClient, ProcessGroup, ShardedSource, WeightSource
 from parallelkit.weights.collective import Crew, Message, pack_error, unpack_error
 from parallelkit.weights.coordinator import (
     TICKET_SECONDS,
     Coordinator,
     Settings,
     WeightsUnchangedWarning,
-    next_version,
 )
 from parallelkit.weights.endpoint import check_timeout
+from parallelkit.weights.engines import Engine, checked_client
 from parallelkit.weights.exports import explain_exports, exporting_ranks
 from parallelkit.weights.members import Member
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
+from parallelkit.weights.versions import next_version
 from parallelkit.weights.worker import Worker
 
 #: What the other ranks wait for rank 0 beyond the deadline of its work, in seconds.
@@ -159,6 +161,7 @@ class WeightPublisher:
             VersionError: the version does not move forward.
             StateError: after close, or inside another update.
             ManifestError: the model is not what its manifest says any more.
+            NonFiniteError: with `check_finite`, it holds NaN or infinity; nothing was sent.
             PeerLostError, UpdateTimeoutError: rank 0 is gone; or, of a model that is spread over
                 ranks, one that holds a part of it is gone or was too slow: every member keeps
                 its old version, and the trainer's group is broken.
@@ -194,34 +197,74 @@ class WeightPublisher:
             )
         return report
 
-    def attach(self, engine: Any, **options: Any) -> None:
-        """Let an inference engine follow: an `LLM`, an `AsyncLLM` or a base URL.
+    def attach(self, engine: Any, **options: Any) -> Any:
+        """Let an inference engine follow: an `LLM`, an `AsyncLLM` or a base URL. Rank 0 only.
+
+        Its workers join as members. From then on each update brings the engine along: it goes on
+        generating while its workers get the bytes, and is paused for putting them in place. It has
+        its own weights until the next update; with `keep_last=True` it gets the last version now.
+        Blocks until every worker has joined, for the publisher's timeout at most.
+
+        Args:
+            engine: what an installed plugin controls, or an `EngineClient`.
+            options: for the plugin's client: `name`, `cache` (`"reset"`, `"keep"`), `pause`
+                (`"keep"`, `"wait"`, `"abort"`), and what its documentation says.
+
+        Returns:
+            A handle to generate with, which refuses while the engine is quarantined.
 
         Raises:
-            UnsupportedFeatureError: no installed plugin controls such an engine.
+            UnsupportedFeatureError: no installed plugin controls such an engine, or an option is
+                unknown.
+            EngineError: the engine, or one of its workers, cannot follow; the message says why.
+            PeerLostError, UpdateTimeoutError: it is dead, or does not answer.
+            StateError: it is attached already, on another rank, after close, or inside `update`.
         """
         self._check_open("attach")
-        raise UnsupportedFeatureError(
-            f"no installed plugin controls an engine like {type(engine).__name__}; a plain module "
-            "follows with pk.subscribe_weights(module, publisher.ticket) in its own process"
-        )
+        if isinstance(engine, EngineClient) and not options:
+            client: EngineClient | None = engine
+        else:
+            client = hooks.engine_client(engine, options)
+        if client is None:
+            raise UnsupportedFeatureError(
+                f"no installed plugin controls an engine like {engine!r:.200}; "
+                "a plain module follows with pk.subscribe_weights(module, publisher.ticket) in its "
+                "own process"
+            )
+        coordinator = self._here("attach")
+        if self._busy:
+            raise StateError("attach() inside update(): one at a time")
+        coordinator.engines.refuse_twice(engine)
+        return coordinator.attach(engine, checked_client(client)).handle
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Every engine that was attached, present or not, with state and version. Rank 0 only."""
+        return self._here("engines").engines.everyone()
 
     def drop(self, name: str) -> None:
-        """Let a member go by its name, so that later updates do not wait for it. Rank 0 only.
+        """Let a member or an engine go by its name, so that later updates do not wait for it.
+
+        An engine goes on serving what it has. Rank 0 only.
 
         Args:
             name: all of it, as in `members`, reports and `UpdateAbortedError.failures`.
 
         Raises:
-            StateError: there is no such member, or it has gone already.
+            StateError: there is no such member or engine, or it has gone already.
         """
         coordinator = self._here("drop")
+        if coordinator.engines.drop(name):
+            return
         for member in coordinator.members.everyone():
             if member.name == name and member.present:
                 coordinator.drop(member, "the publisher let it go")
                 return
-        names = [x.name for x in coordinator.members.everyone() if x.present]
-        raise StateError(f"no member {name!r} is here; there are: {', '.join(names) or 'none'}")
+        names = [e.name for e in coordinator.engines.present]
+        names += [x.name for x in coordinator.members.everyone() if x.present]
+        raise StateError(
+            f"no member {name!r} is here, nor an engine; there are: {', '.join(names) or 'none'}"
+        )
 
     def explain(self) -> str:
         """Say which transport was chosen and why, the layout, and who follows."""
@@ -235,10 +278,11 @@ class WeightPublisher:
             return "\n".join([*lines, f"this is rank {self._rank}; rank 0 coordinates"])
         lines += self._coordinator.routes.explain()
         lines.append(f"control channel at {self._coordinator.server.endpoint}")
-        lines += [
-            f"  {x.name}: {x.state}, version {x.version}" + (f" ({x.reason})" if x.reason else "")
-            for x in self._coordinator.members.everyone()
-        ]
+        everyone: list[Engine | Member] = [*self._coordinator.engines.everyone()]
+        everyone += self._coordinator.members.everyone()
+        for one in everyone:
+            why = f" ({one.reason})" if one.reason else ""
+            lines.append(f"  {one.name}: {one.state}, version {one.version}{why}")
         return "\n".join(lines)
 
     def close(self) -> None:

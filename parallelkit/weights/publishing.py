@@ -34,6 +34,7 @@ def publish_weights(
     timeout: float = 60.0,
     aliased: bool = False,
     keep_last: bool = False,
+    check_finite: bool = False,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> WeightPublisher:
@@ -69,6 +70,8 @@ def publish_weights(
             to members that join or come back, while the trainer does something else. Without it
             they wait for the next update. So does a member that keeps parts which none kept
             before.
+        check_finite: let `update` refuse NaN and infinity, before anything is sent; costs one more
+            read of the source.
         group: the trainer's ranks; default the current group, or none.
         options: for transports; `named=True` makes `shm` use a named segment, `encrypt=False`
             lets `tcp` send bytes in the clear, with keyed hashes.
@@ -96,6 +99,7 @@ def publish_weights(
         verify=verify,
         aliased=aliased,
         keep_last=keep_last,
+        check_finite=check_finite,
         timeout=timeout,
         endpoint=endpoint,
         options=options,
@@ -110,6 +114,8 @@ def publish_weights(
             raise TransportError(f"transport is {transport!r:.80}; it is 'auto' or a name")
         _check_flag("aliased", aliased)
         _check_flag("keep_last", keep_last)
+        if not isinstance(check_finite, bool):
+            raise WeightTransferError(f"check_finite is {check_finite!r}; it is True or False")
         if keep_last and aliased:
             raise WeightTransferError(
                 "keep_last=True with aliased=True: the model lives in the arena, where the last "
@@ -124,6 +130,7 @@ def publish_weights(
         mine += ", keep_last" if keep_last else ""
         mine += ", aliased" if aliased else ""
         mine += "".join(f", {key}={value!r:.80}" for key, value in sorted(options.items()))
+        mine += ", check_finite" if check_finite else ""
     except Exception as error:
         problem, mine = error, f"failed: {type(error).__name__}: {str(error)[:500]}"
     if group is not None and group.world_size > 1:

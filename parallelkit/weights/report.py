@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import attrs
 
 MemberState = Literal["committed", "staged", "old", "quarantined", "lost"]
+EngineState = Literal["committed", "quarantined", "lost"]
 
 _VERIFIED: Final = {
     "digest": "verified: every byte, at the source and as received",
@@ -67,6 +68,31 @@ class MemberReport:
 
 
 @attrs.frozen(kw_only=True)
+class EngineReport:
+    """One attached engine's part; its workers are among the members.
+
+    Attributes:
+        name: as in errors.
+        state: `committed`, `quarantined` (it refuses to generate) or `lost`.
+        version: the version it was brought to last.
+        pause_seconds: for how long it generated nothing, as its client measured it.
+        cache: what became of keys and values of the old weights: `reset` or `kept`.
+        weight_version: what the engine itself says that it serves.
+        reason: of a quarantine or loss.
+        notes: anything the reader should know.
+    """
+
+    name: str
+    state: EngineState
+    version: int
+    pause_seconds: float = 0.0
+    cache: str = ""
+    weight_version: str = ""
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
 class TransferReport:
     """One committed update, as the publisher saw it.
 
@@ -76,14 +102,15 @@ class TransferReport:
         transport, verify: as used.
         verified: what the digests covered for every member, in words; each member says its own.
         phases: seconds by phase at the publisher, in order; they follow each other, and `seconds`
-            is their sum. `look` at the model; `begin` is sent; `stage`: copying into the arena
+            is their sum. `look` at the model; `ask`: attached
+            engines whether they can follow; `begin` is sent; `stage`: copying into the arena
             and hashing; `meet`: waiting for the other ranks of the publisher; `ready`: waiting
             for members to call `step()`; `digest`: hashing the source, where `stage` did not;
             `verify`: waiting for members to fetch (unless in place) and hash, and comparing;
             `commit`: waiting for them to put it in place. `stage`, `meet` and `digest` are there
             only where they took place.
         started_at: Unix time of the start, in seconds.
-        members: every member that took part.
+        members: every member that took part; engines: every attached engine that did.
         changed_ratio: share of the bytes in buckets whose digest differs from the last committed
             version's; None without full digests or a version before.
         notes: anything the reader should know.
@@ -98,6 +125,7 @@ class TransferReport:
     phases: dict[str, float]
     started_at: float
     members: tuple[MemberReport, ...] = ()
+    engines: tuple[EngineReport, ...] = ()
     changed_ratio: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -118,13 +146,21 @@ class TransferReport:
 
     @property
     def pause_seconds(self) -> float:
-        """The longest time that any member's live memory was being written."""
-        return max((member.pause_seconds for member in self.members), default=0.0)
+        """The longest time that a member's live memory was being written, or an engine stood."""
+        return max((part.pause_seconds for part in self.everyone), default=0.0)
+
+    @property
+    def everyone(self) -> list[EngineReport | MemberReport]:
+        """Engines, then members."""
+        return [*self.engines, *self.members]
 
     @property
     def quarantined(self) -> tuple[str, ...]:
-        """Members that are not at `version`: quarantined, or lost after the decision."""
-        return tuple(m.name for m in self.members if m.state in ("quarantined", "lost"))
+        """Engines and members that are not at `version`: quarantined, or lost after the decision.
+
+        The workers of such an engine are named too.
+        """
+        return tuple(part.name for part in self.everyone if part.state in ("quarantined", "lost"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, derived ones included."""
@@ -134,6 +170,7 @@ class TransferReport:
                 | {"sources": [list(pair) for pair in m.sources], "verified": m.verified}
                 for m in self.members
             ],
+            "engines": [attrs.asdict(e) | {"notes": list(e.notes)} for e in self.engines],
             "moved_bytes": self.moved_bytes,
             "notes": list(self.notes),
             "seconds": self.seconds,
@@ -163,6 +200,9 @@ class TransferReport:
             events.append(_event(f"prepare {member.name}", start, member.prepare_seconds, thread))
             start = max(clock - member.pause_seconds, 0.0)
             events.append(_event(f"pause {member.name}", start, member.pause_seconds, thread))
+        for thread, engine in enumerate(self.engines, len(self.members) + 1):
+            start = max(clock - engine.pause_seconds, 0.0)
+            events.append(_event(f"pause {engine.name}", start, engine.pause_seconds, thread))
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
     def __str__(self) -> str:
@@ -180,6 +220,7 @@ class TransferReport:
             + (f" ({member.reason})" if member.reason else "")
             for member in self.members
         ]
+        lines += [_engine_line(engine) for engine in self.engines]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
@@ -205,6 +246,10 @@ def report_from_dict(data: dict[str, Any]) -> TransferReport:
     names = {a.name for a in attrs.fields(TransferReport)}
     fields = {name: value for name, value in data.items() if name in names}
     fields["members"] = tuple(_member_from_dict(member) for member in fields["members"])
+    fields["engines"] = tuple(
+        EngineReport(**engine | {"notes": tuple(engine["notes"])})
+        for engine in fields.get("engines", ())
+    )
     fields["notes"] = tuple(fields["notes"])
     return TransferReport(**fields)
 
@@ -213,6 +258,14 @@ def _member_from_dict(data: dict[str, Any]) -> MemberReport:
     fields = {a.name: data[a.name] for a in attrs.fields(MemberReport)}
     fields["sources"] = tuple(tuple(pair) for pair in fields["sources"])
     return MemberReport(**fields)
+
+
+def _engine_line(engine: EngineReport) -> str:
+    said = [f"pause {engine.pause_seconds * 1e3:.1f} ms"] if engine.state == "committed" else []
+    said += [f"cache {engine.cache}"] if engine.cache else []
+    notes = [engine.reason] if engine.reason else []
+    tail = f" ({'; '.join([*notes, *engine.notes])})" if notes or engine.notes else ""
+    return f"  {engine.name}: {', '.join([engine.state, f'version {engine.version}', *said])}{tail}"
 
 
 def _where_from(member: MemberReport) -> str:

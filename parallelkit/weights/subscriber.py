@@ -91,6 +91,16 @@ class WeightSubscriber:
         return "current" if self._version else "waiting"
 
     @property
+    def staged(self) -> int:
+        """The newest version that `serve` has brought here, in place or not; 0 before the first."""
+        return self._placement.staged_version
+
+    @property
+    def connected(self) -> bool:
+        """Whether updates can still come: not closed, and `serve` has not lost the publisher."""
+        return not self._closed and not isinstance(self._error, PeerLostError)
+
+    @property
     def _trouble(self) -> str:
         """Why nobody can vouch for the live weights."""
         return self._doubt or self._torn or self._writer.displaced

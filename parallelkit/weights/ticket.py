@@ -163,6 +163,16 @@ class TicketOffice:
             found = [t for t in self._issued if t.number == number]
             return bool(found) and not found[0].joined and not _expired(found[0])
 
+    def label(self, number: int) -> str:
+        """The name in reports of the group of ticket `number`."""
+        with self._lock:
+            return self._issued[number - 1].label
+
+    def revoke(self, number: int) -> None:
+        """Ticket `number` is good for nothing any more."""
+        with self._lock:
+            self._issued[number - 1].expires_at = 0.0
+
     def redeem(self, token: bytes, member: int) -> IssuedTicket:
         """Use a ticket for one member rank.
 

@@ -12,7 +12,7 @@ In place, `prepared` means that a member is ready to fetch, which it does after 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -108,18 +108,25 @@ class Update:
             cause = CorruptionError(
                 "bytes arrived changed: " + _listing(failures), tensors=sorted(tensors)
             )
-            raise self._aborted("verify", failures, cause)
+            raise self.aborted("verify", failures, cause)
 
     def abort(self, reason: str) -> None:
         """Tell every member that is there to keep what it has."""
         self._tell(m.Abort(version=self.version, epoch=self.epoch, reason=m.clip(reason, 1000)))
 
-    def commit(self, truths: Mapping[Needs, Truth], *, readback: bool) -> list[MemberReport]:
+    def commit(
+        self,
+        truths: Mapping[Needs, Truth],
+        *,
+        readback: bool,
+        settled: Callable[[Member, MemberReport], None],
+    ) -> list[MemberReport]:
         """Tell every member the decision and wait; never raises for what a member does.
 
         Args:
             truths: the source's digests, for members that fetch now or read back.
             readback: whether members send digests of live memory, to be compared.
+            settled: told at once what became of each member.
         """
         for member in self.members:
             if member.present:
@@ -152,11 +159,15 @@ class Update:
                 live_tensors=answer.live if answer and good else 0,
                 staged_tensors=answer.received if answer and good else 0,
             )
+            if not interrupted:
+                settled(member, reports[member.route])
 
+        interrupted = False
         while waiting:
             try:
                 item = self.table.inbox.get(deadline)
             except BaseException:  # interrupted: who has not answered is in doubt
+                interrupted = True
                 for silent in list(waiting.values()):
                     settle(silent, "quarantined", "the publisher was interrupted", None)
                 raise
@@ -201,7 +212,7 @@ class Update:
                     f"{', '.join(names)} did not {duty} within {self.timeout:g} s", missing=names
                 )
                 failures = dict.fromkeys(names, f"did not {duty} within {self.timeout:g} s")
-                raise self._aborted(phase, failures, cause)
+                raise self.aborted(phase, failures, cause)
             if isinstance(item, Stop):
                 raise StateError("close() while update() was running")
             sender = next((x for x in self.members if x.route == item.route), None)
@@ -212,7 +223,7 @@ class Update:
             if isinstance(item.message, m.Failed) and self._mine(item.message):
                 text = f"{item.message.error}: {item.message.message}"
                 cause = WeightTransferError(f"{sender.name} failed in {item.message.phase}: {text}")
-                raise self._aborted(item.message.phase, {sender.name: text}, cause)
+                raise self.aborted(item.message.phase, {sender.name: text}, cause)
             if isinstance(item.message, kind) and self._mine(item.message):
                 answers[item.route] = item.message
                 waiting.pop(item.route, None)
@@ -221,11 +232,12 @@ class Update:
     def _gone(self, phase: str, member: Member) -> UpdateAbortedError:
         reason = member.reason or "its connection ended"
         cause = PeerLostError(f"{member.name} is gone: {reason}", peers=[member.name])
-        return self._aborted(phase, {member.name: reason}, cause)
+        return self.aborted(phase, {member.name: reason}, cause)
 
-    def _aborted(
+    def aborted(
         self, phase: str, failures: dict[str, str], cause: WeightTransferError
     ) -> UpdateAbortedError:
+        """The error to raise where an update ends before its decision."""
         error = UpdateAbortedError(
             f"update to version {self.version} aborted in {phase}; every member keeps its old "
             f"version. {_listing(failures)}",

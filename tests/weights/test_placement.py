@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -112,3 +115,80 @@ def test_a_loader_that_nothing_can_be_read_back_from_is_staged_bytes(bench):
         "verified: every byte, at the source and as received; live memory where a member says so"
     )
     assert publisher.version == 1
+
+
+class Late(Loading):
+    """A target that keeps views of what it is given, and places all of it at the end."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.views: dict[int, memoryview] = {}
+        self.meanwhile = lambda: None
+
+    def destination(self, index):
+        return None
+
+    def write(self, index, data):
+        self.views[index] = data
+
+    def finish(self):
+        self.meanwhile()
+        for index, data in self.views.items():
+            super().write(index, data)
+        self.views.clear()
+
+
+def zeros(run):
+    return {t.name: np.zeros(t.shape, t.dtype) for t in run.manifest.unique}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+@pytest.mark.parametrize("serve", [False, True])
+def test_written_bytes_stay_until_the_end(job, spread, transport, commit, serve):
+    run = job(spread(), transport=transport, commit=commit)
+    target = Late(zeros(run))
+    with subscribe_weights(target, run.lead.new_ticket(), timeout=SECONDS) as member:
+        if serve:
+            member.serve()
+        else:
+            run.members.append((member, target, None))
+        for version in (1, 2, 3):
+            run.change(version)
+            results, errors = run.update()
+            assert not errors
+            assert results[0].members[0].state == ("staged" if serve else "committed")
+            if serve:
+                assert member.step(SECONDS) == version
+            for array, value in zip(target.arrays.values(), run.values, strict=True):
+                assert array.tobytes() == value.tobytes()
+        run.members.clear()
+
+
+def test_written_bytes_stay_while_the_next_version_arrives(job, spread):
+    run = job(spread())
+    target = Late(zeros(run))
+    with subscribe_weights(target, run.lead.new_ticket(), timeout=SECONDS) as member:
+        member.serve()
+        run.change(1)
+        assert not run.update()[1]
+        first = [value.copy() for value in run.values]
+        arrives = threading.Thread(target=lambda: (run.change(2), run.update()))
+
+        def meanwhile():
+            before = member._placement._fetched
+            arrives.start()
+            deadline = time.monotonic() + SECONDS
+            while member._placement._fetched == before:
+                assert time.monotonic() < deadline, "the next version does not arrive"
+                time.sleep(0.01)
+
+        target.meanwhile = meanwhile
+        assert member.step(SECONDS) == 1
+        for array, value in zip(target.arrays.values(), first, strict=True):
+            assert array.tobytes() == value.tobytes()
+        target.meanwhile = lambda: None
+        arrives.join(SECONDS)
+        assert member.step(SECONDS) == 2
+        for array, value in zip(target.arrays.values(), run.values, strict=True):
+            assert array.tobytes() == value.tobytes()

@@ -506,7 +506,7 @@ def test_serve_stages_and_step_or_use_flips(bench):
     assert [m.state for m in report.members] == ["staged"]
     assert report.pause_seconds == 0
     assert values(follower.model) == {0.0}, "live memory waits for its owner"
-    assert follower.subscriber.version == 0
+    assert (follower.subscriber.version, follower.subscriber.staged) == (0, 1)
     with follower.subscriber.use():
         assert values(follower.model) == {1.0}
         fill(bench.source, 2.0)
@@ -529,10 +529,12 @@ def test_serve_reports_the_end_of_the_publisher(bench):
     follower = bench.follow()
     follower.subscriber.serve()
     publisher.update()
+    assert follower.subscriber.connected
     publisher.close()
     assert follower.subscriber.step(5.0) == 1
     with pytest.raises(PeerLostError):
         follower.subscriber.step(5.0)
+    assert not follower.subscriber.connected
     assert values(follower.model) == {1.0}
 
 
@@ -602,7 +604,7 @@ def test_unknown_models_and_engines_say_what_to_install(bench):
     with pytest.raises(NoBackendError, match="places weights into a builtins.object"):
         subscribe_weights(object(), publisher.ticket)
     with pytest.raises(UnsupportedFeatureError, match="subscribe_weights"):
-        publisher.attach("http://127.0.0.1:8000")
+        publisher.attach("ftp://127.0.0.1:8000")
 
 
 def test_hostile_frames_leave_the_publisher_working(bench):

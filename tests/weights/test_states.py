@@ -13,6 +13,7 @@ import pytest
 
 from parallelkit.errors import PartialCommitError, ProtocolError, TicketError, UpdateTimeoutError
 from parallelkit.testing.brittle import BrittleArrays
+from parallelkit.testing.engines import FakeEngine
 from parallelkit.testing.handmade import to_publisher, to_subscriber
 from parallelkit.testing.peer import sample_model
 from parallelkit.testing.scripted import ScriptedSubscriber
@@ -139,7 +140,10 @@ PUBLISHER = {
     "`update(version)`, not above the last": [lambda p: p.update(1), lambda p: p.update(0)],
     "`wait()`": [lambda p: p.wait()],
     "`ticket`, `new_ticket()`": [lambda p: p.ticket, lambda p: p.new_ticket()],
+    "`attach(engine)`": [lambda p: p.attach(p.test_engines[1])],
+    "`attach(engine)`, attached already": [lambda p: p.attach(p.test_engines[0])],
     "`attach(engine)`, which no plugin knows": [lambda p: p.attach(object())],
+    "`engines`": [lambda p: p.engines],
     "`members`": [lambda p: p.members],
     "`drop(name)`": [lambda p: p.drop("engine.0 " + str(p.test_suffix))],
     "`version`, `plan`, `explain()`": [
@@ -152,11 +156,16 @@ PUBLISHER = {
 
 
 @pytest.mark.parametrize(("call", "state", "cell"), cases("| call | open |", PUBLISHER))
-def test_calls_at_a_publisher(bench, spy, monkeypatch, call, state, cell):
+def test_calls_at_a_publisher(bench, spy, monkeypatch, request, call, state, cell):
     publisher = bench.publish()
     follower = bench.follow(publisher.new_ticket(name="engine"))
     publisher.test_suffix = follower.subscriber.name.partition(" ")[2]
     follower.subscriber.serve()
+    publisher.test_engines = [FakeEngine("one", workers=1), FakeEngine("two", workers=1)]
+    for engine in publisher.test_engines:
+        bench.stack.callback(engine.end)
+    if "already" in request.node.callspec.id:
+        publisher.attach(publisher.test_engines[0])
     publisher.update()
     assert publisher.ticket
     if state == "updating":

@@ -11,6 +11,7 @@ from parallelkit.plugin import (
     Candidate,
     ComparisonSpec,
     ContextSpec,
+    DemoSpec,
     ExecutionSpec,
     GraphReport,
     GraphSpec,
@@ -155,6 +156,15 @@ def parallelkit_weight_sink(target: Any) -> WeightSink | None:
     from parallelkit_mindspore.divided_weights import weight_sink
 
     return weight_sink(target)
+
+
+@hookimpl
+def parallelkit_demo(spec: DemoSpec) -> int | None:
+    if spec.framework != NAME:
+        return None
+    from parallelkit.demo.main import run
+
+    return run(spec, "parallelkit_mindspore.demo")
 
 
 @hookimpl

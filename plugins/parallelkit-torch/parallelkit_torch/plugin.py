@@ -174,9 +174,9 @@ def parallelkit_diagnostics() -> list[Section]:
 def parallelkit_demo(spec: DemoSpec) -> int | None:
     if spec.framework != "torch":
         return None
-    from parallelkit_torch.demo.main import run
+    from parallelkit.demo.main import run
 
-    return run(spec)
+    return run(spec, "parallelkit_torch.demo")
 
 
 def _is_module(thing: Any) -> bool:

@@ -15,19 +15,21 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from parallelkit_torch.demo import main as demo
-from parallelkit_torch.demo.children import Children, DemoProcessError
-from parallelkit_torch.demo.config import PROMPT, DemoSettingsError, Settings
-from parallelkit_torch.demo.evaluate import digest, evaluate, generate
-from parallelkit_torch.demo.events import Followed, Started, Step, Updated, read
+from parallelkit_torch.demo.evaluate import evaluate, generate
 from parallelkit_torch.demo.model import CausalLM
-from parallelkit_torch.demo.record import Run
-from parallelkit_torch.demo.report import render
 from parallelkit_torch.demo.text import Windows, held_out, load_corpus
 
+from parallelkit.demo import main as demo
+from parallelkit.demo.children import Children, DemoProcessError
+from parallelkit.demo.config import PROMPT, DemoSettingsError, Settings
+from parallelkit.demo.digest import digest
+from parallelkit.demo.events import Followed, Started, Step, Updated, read
+from parallelkit.demo.record import Run
+from parallelkit.demo.report import render
 from parallelkit.specs import DemoSpec
 from parallelkit.weights.report import MemberReport, TransferReport
 
+PACKAGE = "parallelkit_torch.demo"
 TINY = Settings(
     steps=4, every=2, batch=2, block=16, hidden=64, layers=1, held_out=2, sample=8, timeout=30.0
 )
@@ -214,7 +216,7 @@ def test_report_of_an_incomplete_run_says_so() -> None:
 def test_a_report_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "none" / "report.html"):
         with pytest.raises(DemoSettingsError, match="output"):
-            demo.run(DemoSpec(output=str(output)), TINY)
+            demo.run(DemoSpec(output=str(output)), PACKAGE, TINY)
 
 
 def python(code: str) -> list[str]:
@@ -239,6 +241,23 @@ class TestChildren:
             with pytest.raises(DemoProcessError, match="killed: killed by SIGKILL"):
                 list(children.events())
 
+    def test_what_a_process_leaves_running_ends_with_it(self) -> None:
+        code = """if True:
+            import subprocess, sys
+            from parallelkit.demo.events import Step, say
+            away = {"stdout": sys.stderr, "stdin": subprocess.DEVNULL}
+            left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], **away)
+            say(Step(left.pid, 0.0))
+        """
+        with Children(30.0) as children:
+            children.start("careless", python(code), os.environ)
+            (event,) = children.events()
+            assert isinstance(event, Step)
+            deadline = time.monotonic() + 5
+            while alive(event.step):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
     def test_silence_ends(self) -> None:
         with Children(0.5) as children:
             children.start("silent", python("input()"), os.environ)
@@ -247,7 +266,7 @@ class TestChildren:
 
     def test_events_arrive_and_other_lines_do_not(self) -> None:
         code = """if True:
-            from parallelkit_torch.demo.events import Step, say
+            from parallelkit.demo.events import Step, say
             print("hello", flush=True)
             say(Step(int(input()), 2.5))
         """
@@ -261,7 +280,7 @@ class TestChildren:
 @pytest.mark.ranks
 def test_same_seed_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "report.html"
-    code, first = demo.execute(DemoSpec(output=str(output)), TINY)
+    code, first = demo.execute(DemoSpec(output=str(output)), PACKAGE, TINY)
     shown = capsys.readouterr().out
     assert code == demo.EXIT_GOOD, shown
     assert f"report: {output}" in "".join(shown.splitlines())
@@ -269,7 +288,7 @@ def test_same_seed_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "bit for bit at every version" in shown
     assert output.stat().st_size > 1_000_000
 
-    code, again = demo.execute(DemoSpec(output=str(output)), TINY)
+    code, again = demo.execute(DemoSpec(output=str(output)), PACKAGE, TINY)
     assert code == demo.EXIT_GOOD
     assert again.losses == first.losses
     assert len(first.losses) == TINY.steps
@@ -285,7 +304,7 @@ def test_same_seed_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.slow
 def test_another_seed_another_run_in_a_world_of_one(tmp_path: Path) -> None:
     spec = DemoSpec(output=str(tmp_path / "report.html"))
-    runs = [demo.execute(spec, attrs.evolve(TINY, ranks=1, seed=seed)) for seed in (1, 2)]
+    runs = [demo.execute(spec, PACKAGE, attrs.evolve(TINY, ranks=1, seed=seed)) for seed in (1, 2)]
     assert [code for code, _ in runs] == [demo.EXIT_GOOD] * 2
     assert runs[0][1].losses != runs[1][1].losses
 
@@ -296,13 +315,13 @@ def test_a_follower_that_fails_ends_the_demo(
 ) -> None:
     command = demo._command
 
-    def failing(module: str, argument: str) -> list[str]:
+    def failing(package: str, module: str, argument: str) -> list[str]:
         code = "raise SystemExit('out of ink')"
-        return python(code) if module == "follower" else command(module, argument)
+        return python(code) if module == "follower" else command(package, module, argument)
 
     monkeypatch.setattr(demo, "_command", failing)
     output = tmp_path / "report.html"
-    assert demo.run(DemoSpec(output=str(output)), TINY) == demo.EXIT_FAILED
+    assert demo.run(DemoSpec(output=str(output)), PACKAGE, TINY) == demo.EXIT_FAILED
     shown = capsys.readouterr().out
     assert "follower: exit status 1" in shown
     assert "out of ink" in shown
@@ -312,7 +331,15 @@ def test_a_follower_that_fails_ends_the_demo(
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_of_the_demo_is_the_end_of_its_processes(tmp_path: Path, number: int) -> None:
-    argv = ["demo", "--output", str(tmp_path / "report.html")]
+    argv = [
+        "demo",
+        "--engine",
+        "module",
+        "--framework",
+        "torch",
+        "--output",
+        str(tmp_path / "report.html"),
+    ]
     code = f"import sys; from parallelkit.cli.main import main; sys.exit(main({argv}))"
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(

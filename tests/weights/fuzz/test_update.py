@@ -145,7 +145,11 @@ def test_nothing_but_right_answers_of_all_leads_to_a_commit(parts, honest, shuff
         assert has_said(member, ["ready"])
         assert has_said(member, ["prepared"], RIGHT)
     play(2)
-    reports = scene.update.commit(TRUTHS, readback=False)
+    told = {}
+    reports = scene.update.commit(
+        TRUTHS, readback=False, settled=lambda who, report: told.setdefault(who.name, report)
+    )
+    assert told == {report.name: report for report in reports}
     for member, report in enumerate(reports):
         who = scene.update.members[member]
         if report.state in ("committed", "staged"):

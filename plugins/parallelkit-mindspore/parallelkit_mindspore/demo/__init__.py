@@ -1,1 +1,1 @@
-"""The demo's model; the demo itself runs on torch."""
+"""`parallelkit demo` on MindSpore: its language model, how it is trained, and a follower."""

@@ -175,3 +175,13 @@ def _linear(inputs: int, outputs: int, bias: bool, dtype: Any) -> nn.Cell:
     if bias:
         layer.bias.set_data(initializer("zeros", (outputs,), dtype))
     return layer
+
+
+def copy_values(net: CausalLM, into: CausalLM) -> None:
+    """Put the values of `net` into a model of the same sizes, in that one's dtype, in place.
+
+    So a model that trains in float32 is published in bfloat16: rounded once, to the nearest.
+    Waits for nothing: `publisher.update()` does.
+    """
+    for mine, theirs in zip(net.get_parameters(), into.get_parameters(), strict=True):
+        theirs.copy_(mine.astype(theirs.dtype))

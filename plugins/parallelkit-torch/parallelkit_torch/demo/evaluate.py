@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from parallelkit_torch.demo.config import PROMPT
+from parallelkit.demo.config import GREEDY, PROMPT, TEMPERATURE
+from parallelkit.demo.events import Likeliest
+from parallelkit.demo.text import Vocabulary
 from parallelkit_torch.demo.model import CausalLM
-from parallelkit_torch.demo.text import Vocabulary
-
-_TEMPERATURE = 0.5
 
 
 @torch.no_grad()
@@ -24,18 +21,28 @@ def evaluate(model: CausalLM, batch: tuple[Tensor, Tensor]) -> tuple[bytes, floa
     return logits.contiguous().numpy().tobytes(), float(loss)
 
 
-def digest(logits: bytes) -> str:
-    """Return the SHA-256 of logits in hexadecimal."""
-    return hashlib.sha256(logits).hexdigest()
-
-
 @torch.no_grad()
 def generate(model: CausalLM, vocabulary: Vocabulary, *, length: int, block: int, seed: int) -> str:
     """Continue `PROMPT` by `length` characters, sampled by a generator of its own."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = vocabulary.encode(PROMPT)[None]
+    tokens = torch.tensor([vocabulary.encode(PROMPT)])
     for _ in range(length):
-        logits = model(tokens[:, -block:])[0, -1] / _TEMPERATURE
+        logits = model(tokens[:, -block:])[0, -1] / TEMPERATURE
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         tokens = torch.cat((tokens, drawn[None]), dim=1)
-    return vocabulary.decode(tokens)
+    return vocabulary.decode(tokens[0].tolist())
+
+
+@torch.no_grad()
+def likeliest(model: CausalLM, vocabulary: Vocabulary) -> Likeliest:
+    """Continue `PROMPT` by its likeliest tokens."""
+    tokens = torch.tensor([vocabulary.encode(PROMPT)])
+    margins: list[float] = []
+    logprobs: list[float] = []
+    for _ in range(GREEDY):
+        scores = model(tokens)[0, -1].log_softmax(-1)
+        best = scores.topk(2)
+        logprobs.append(float(best.values[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        tokens = torch.cat((tokens, best.indices[None, :1]), dim=1)
+    return Likeliest(tokens[0, -GREEDY:].tolist(), logprobs, margins)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-
 import torch
 
 
@@ -18,14 +14,3 @@ def begin_process() -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     torch.use_deterministic_algorithms(True)
-
-
-def end_with_parent() -> None:
-    """Leave at once when standard input ends: the parent holds its other end, however it dies."""
-
-    def wait() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, name="demo-parent", daemon=True).start()

@@ -1,38 +1,12 @@
-"""The demo's text, which every Python carries: the help topics of `pydoc`, by character."""
+"""The demo's text as tensors."""
 
 from __future__ import annotations
-
-from importlib import import_module
-from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-#: Typographic characters are too rare to be learned; written as people type them.
-_PLAIN: Final = str.maketrans(
-    {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "°": "", "ß": "ss"}
-)
-_VALIDATION_SHARE: Final = 0.05
-
-
-@attrs.frozen
-class Vocabulary:
-    """Characters in a fixed order; a token id is a place in it."""
-
-    characters: str
-
-    def __len__(self) -> int:
-        return len(self.characters)
-
-    def encode(self, text: str) -> Tensor:
-        """Return token ids, int64, shape `(len(text),)`."""
-        ids = {character: place for place, character in enumerate(self.characters)}
-        return torch.tensor([ids[character] for character in text], dtype=torch.int64)
-
-    def decode(self, tokens: Tensor) -> str:
-        """Return the text of token ids of any shape, row by row."""
-        return "".join(self.characters[place] for place in tokens.flatten().tolist())
+from parallelkit.demo.text import Vocabulary, load_text, split, spread, vocabulary_of, window_count
 
 
 class Windows:
@@ -48,7 +22,7 @@ class Windows:
         self._stride = stride
 
     def __len__(self) -> int:
-        return max(0, (len(self._tokens) - self._block - 1) // self._stride + 1)
+        return window_count(len(self._tokens), self._block, self._stride)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
@@ -64,8 +38,7 @@ class Corpus:
 
     Attributes:
         vocabulary: all characters that occur, and no other.
-        training, validation: token ids; validation is the last part of the text. Topics share
-            passages, so its loss shows progress and is no measure of generalisation.
+        training, validation: token ids, int64; validation is the last part of the text.
     """
 
     vocabulary: Vocabulary
@@ -73,24 +46,17 @@ class Corpus:
     validation: Tensor
 
 
-def load_text() -> str:
-    """Return the help topics in alphabetical order, about 470,000 characters."""
-    topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    return "\n\n".join(topics[name].strip() for name in sorted(topics)).translate(_PLAIN)
-
-
 def load_corpus() -> Corpus:
     """Read, encode and split the text. A pure function of the Python version."""
     text = load_text()
-    vocabulary = Vocabulary("".join(sorted(set(text))))
-    tokens = vocabulary.encode(text)
-    cut = int(len(tokens) * (1 - _VALIDATION_SHARE))
+    vocabulary = vocabulary_of(text)
+    tokens = torch.tensor(vocabulary.encode(text), dtype=torch.int64)
+    cut = split(len(tokens))
     return Corpus(vocabulary=vocabulary, training=tokens[:cut], validation=tokens[cut:])
 
 
 def held_out(corpus: Corpus, block: int, rows: int) -> tuple[Tensor, Tensor]:
     """Return a fixed batch of the validation text, `rows` windows spread evenly over it."""
     windows = Windows(corpus.validation, block, block)
-    places = [row * len(windows) // rows for row in range(rows)]
-    pairs = [windows[place] for place in places]
+    pairs = [windows[place] for place in spread(len(windows), rows)]
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])

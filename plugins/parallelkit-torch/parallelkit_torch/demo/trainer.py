@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import parallelkit as pk
-from parallelkit_torch.demo.config import Settings
-from parallelkit_torch.demo.evaluate import digest, evaluate
-from parallelkit_torch.demo.events import (
-    Started,
-    Step,
-    TicketReady,
-    Updated,
-    say,
-)
+from parallelkit.demo.config import Settings
+from parallelkit.demo.digest import digest
+from parallelkit.demo.events import Finished, Started, Step, say
+from parallelkit.demo.lead import Lead
+from parallelkit.demo.process import Parent
+from parallelkit_torch.demo.evaluate import evaluate, likeliest
 from parallelkit_torch.demo.model import CausalLM
-from parallelkit_torch.demo.process import begin_process, end_with_parent
+from parallelkit_torch.demo.process import begin_process
 from parallelkit_torch.demo.text import Windows, held_out, load_corpus
 
 _WEIGHT_DECAY = 0.1
@@ -36,7 +34,7 @@ def main(argument: str) -> None:
     """Train, and bring the follower up to date every few steps."""
     settings = Settings.from_json(argument)
     begin_process()
-    end_with_parent()
+    parent = Parent()
     corpus = load_corpus()
     windows = Windows(corpus.training, settings.block, stride=settings.block // 2)
     batch = held_out(corpus, settings.block, settings.held_out)
@@ -55,20 +53,27 @@ def main(argument: str) -> None:
         if chief:
             say(Started(count(net), len(corpus.training), context.explain()))
         with pk.publish_weights(model, timeout=settings.timeout) as publisher:
-            if chief:
-                say(TicketReady(publisher.ticket))
+            lead = Lead(settings, parent, publisher) if chief else None
             publisher.wait(members=1)
             for step in range(settings.steps + 1):
                 if step in settings.update_steps:
+                    if lead is not None:
+                        lead.before(step)
                     report = publisher.update()
-                    if chief:
-                        say(updated(step, report, *evaluate(net, batch), settings))
+                    if lead is not None:
+                        logits, loss = evaluate(net, batch)
+                        text = partial(likeliest, net, corpus.vocabulary)
+                        lead.after(
+                            step, report, logits, loss, digest=digest(logits), likeliest=text
+                        )
                 if step == settings.steps:
                     break
-                loss = train_step(model, next(batches), optimiser, schedule)
-                mean = group.all_reduce(loss, "mean")
+                own = train_step(model, next(batches), optimiser, schedule)
+                mean = group.all_reduce(own, "mean")
                 if chief:
                     say(Step(step + 1, float(mean)))
+        if chief:
+            say(Finished())
 
 
 def train_step(
@@ -112,20 +117,6 @@ def endless(loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
         loader.set_epoch(epoch)
         yield from loader
         epoch += 1
-
-
-def updated(
-    step: int, report: pk.TransferReport, logits: bytes, loss: float, settings: Settings
-) -> Updated:
-    """Describe a committed version; the last one with its logits."""
-    return Updated(
-        step=step,
-        version=report.version,
-        report=report.to_dict(),
-        validation=loss,
-        digest=digest(logits),
-        logits=logits if step == settings.steps else b"",
-    )
 
 
 def count(net: nn.Module) -> int:

@@ -10,9 +10,10 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from parallelkit_torch.demo.config import PROMPT, Settings
-from parallelkit_torch.demo.events import Started, Step
-from parallelkit_torch.demo.record import Version
+from parallelkit.demo.config import PROMPT, Settings
+from parallelkit.demo.events import Started, Starting, Step, Updated
+from parallelkit.demo.record import Version
+from parallelkit.weights.report import report_from_dict
 
 #: Steps between two plain lines.
 _LINE_EVERY = 10
@@ -62,6 +63,20 @@ class Display:
         for line in event.explanation.splitlines():
             self.line(f"  {line}", "dim")
 
+    def starting(self, event: Starting) -> None:
+        """Show that the engine is not ready yet."""
+        self._progress.update(self._task, description="the engine starts")
+        if not self._console.is_terminal:
+            self.line(f"the engine starts, {event.seconds:.0f} s")
+
+    def paused(self, event: Updated) -> None:
+        """Show for how long an update stopped an engine; what it writes then comes later."""
+        pauses = [
+            f"{engine.state}, paused {engine.pause_seconds * 1e3:.1f} ms"
+            for engine in report_from_dict(event.report).engines
+        ]
+        self.line(f"version {event.version} after {event.step} steps: {'; '.join(pauses)}", "cyan")
+
     def step(self, event: Step) -> None:
         """Show progress."""
         self._progress.update(self._task, completed=event.step, loss=f"{event.loss:.3f}")
@@ -74,21 +89,27 @@ class Display:
 
     def version(self, version: Version) -> None:
         """Show a version: the transfer, the comparison, and what the follower writes with it."""
-        same = "logits equal bit for bit" if version.equal else "LOGITS DIFFER"
         title = (
             f"version {version.number} after {version.step} steps: "
-            f"validation loss {version.updated.validation:.3f}, {same}"
+            f"validation loss {version.updated.validation:.3f}, {version.comparison}"
         )
         style = "green" if version.equal else "bold red"
         continued = version.followed.sample.removeprefix(PROMPT)
+        about = str(version.report)
+        if version.generated:
+            followed = version.followed
+            about += (
+                f"\n  {followed.written:,} tokens since the version before, never more than "
+                f"{followed.gap * 1e3:.0f} ms between two"
+            )
         self.line("")
         if self._console.is_terminal:
             sample = Text.assemble((PROMPT, "bold"), continued)
-            body = Group(sample, Text(f"\n{version.report}", style="dim"))
+            body = Group(sample, Text(f"\n{about}", style="dim"))
             self._console.print(Panel(body, title=Text(title, style=style), title_align="left"))
             return
         self.line(title, style)
-        self.line(str(version.report), "dim")
+        self.line(about, "dim")
         for row in f"{PROMPT}{continued}".splitlines():
             self.line(f"  | {row}")
         self.line("")

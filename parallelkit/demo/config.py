@@ -1,18 +1,34 @@
-"""Settings of one demo run, and how its processes get them. Imports no torch."""
+"""Settings of one demo run, and how its processes get them. Imports no framework."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-from typing import Final
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import attrs
 
 from parallelkit.decoder import ModelConfig
 from parallelkit.errors import ParallelKitError
+from parallelkit.specs import DemoSpec
 
 #: What the follower continues at each version.
 PROMPT: Final = 'The "for" statement '
+#: Of a sample that is drawn, to be read.
+TEMPERATURE: Final = 0.5
+#: Characters after the prompt that an engine and the trainer both choose, to be compared.
+GREEDY: Final = 48
+#: The longest sequence of the models.
+POSITIONS: Final = 512
+
+ENGINES: Final = ("module", "vllm")
+#: Names a Python with vLLM, where this one has none.
+PYTHON_VARIABLE: Final = "PARALLELKIT_VLLM_PYTHON"
 
 
 class DemoSettingsError(ParallelKitError):
@@ -33,9 +49,10 @@ class Settings:
         held_out: windows of the validation text that both sides evaluate at each version.
         sample: characters to generate at each version.
         timeout: seconds for each wait on another process.
+        engine: what follows: `module`, the same model in a process of its own, or `vllm`.
 
     Raises:
-        DemoSettingsError: a number that is not positive.
+        DemoSettingsError: a number that is not positive, or an engine that there is not.
     """
 
     seed: int = 0
@@ -51,13 +68,16 @@ class Settings:
     held_out: int = 16
     sample: int = 240
     timeout: float = 60.0
+    engine: str = "module"
 
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self).items():
-            if name not in ("seed", "warmup") and not value > 0:
+            if name not in ("seed", "warmup", "engine") and not value > 0:
                 raise DemoSettingsError(f"{name} is {value!r}; it is a positive number")
         if self.seed < 0:
             raise DemoSettingsError(f"seed is {self.seed}; it is an integer from 0")
+        if self.engine not in ENGINES:
+            raise DemoSettingsError(f"engine is {self.engine!r}; it is {' or '.join(ENGINES)}")
 
     @property
     def update_steps(self) -> list[int]:
@@ -88,3 +108,40 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Settings:
         return cls(**json.loads(text))
+
+
+def choose_engine(
+    spec: DemoSpec,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    find: Callable[[str], Any] = importlib.util.find_spec,
+) -> tuple[str, str]:
+    """Say which engine follows, and the Python that runs it.
+
+    `auto` is vLLM where this Python has it or another was given, else `module`. The Python of
+    vLLM is the one that was given, else this one if it has vLLM, else the variable's.
+
+    Args:
+        spec: what was asked for.
+        environ, find: where to look; others in tests.
+
+    Raises:
+        DemoSettingsError: an engine that there is not, no Python with vLLM, or none at its path.
+    """
+    if spec.engine not in ("auto", *ENGINES):
+        raise DemoSettingsError(f"engine is {spec.engine!r}; it is auto, {' or '.join(ENGINES)}")
+    here = all(find(name) is not None for name in ("vllm", "parallelkit_vllm"))
+    if spec.engine == "module" or not (here or spec.engine_python or spec.engine == "vllm"):
+        return "module", sys.executable
+    if not spec.engine_python and here:
+        return "vllm", sys.executable
+    named = spec.engine_python or environ.get(PYTHON_VARIABLE, "")
+    if not named:
+        raise DemoSettingsError(
+            "engine is 'vllm', and this Python has no vLLM with parallelkit-vllm; name one that "
+            f"has, by --engine-python or {PYTHON_VARIABLE}, or run `make demo-vllm`"
+        )
+    python = shutil.which(named)
+    if python is None:
+        raise DemoSettingsError(f"the engine's Python is {named!r}: no program is there")
+    return "vllm", os.path.abspath(python)

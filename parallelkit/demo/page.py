@@ -57,15 +57,19 @@ $loss
 </section>
 <section>
 <h2>Transfers</h2>
-<p>Where the time of each update went, at the trainer. The pause is how long the follower's live
-weights were being written.</p>
+<p>Where the time of each update went, at the trainer.</p>
 $phases
 <div class="wide"><table>
 <thead><tr><th>version</th><th>step</th><th>held-out loss</th><th>size</th><th>transport</th>
-<th>update</th><th>pause</th><th>changed</th><th>logits</th></tr></thead>
+<th>update</th><th>pause</th><th>changed</th><th>$compared</th></tr></thead>
 <tbody>
 $rows</tbody>
 </table></div>
+</section>
+<section>
+<h2>Pauses</h2>
+<p>The pause of an update is $pause.</p>
+$pauses
 </section>
 <section>
 <h2>What the follower writes</h2>

@@ -9,9 +9,9 @@ from typing import Any, Final
 import plotly.graph_objects as go
 import plotly.io
 
-from parallelkit_torch.demo.config import PROMPT
-from parallelkit_torch.demo.page import PAGE
-from parallelkit_torch.demo.record import Run, Version
+from parallelkit.demo.config import PROMPT
+from parallelkit.demo.page import PAGE
+from parallelkit.demo.record import Run, Version
 
 _INK: Final = "#1f2933"
 _GRID: Final = "#e6e9ed"
@@ -19,6 +19,13 @@ _LINE: Final = "#2563eb"
 _POINT: Final = "#d9480f"
 #: One colour a phase, in the order of the phases.
 _PHASES: Final = ("#94a3b8", "#2563eb", "#0d9488", "#7c3aed", "#d9480f", "#eab308", "#475569")
+
+#: What a pause is, and what both ends compare.
+_PAUSE: Final = {
+    "module": "how long the follower's live weights were being written",
+    "vllm": "how long the engine generated nothing, measured where it runs",
+}
+_COMPARED: Final = {"module": "logits", "vllm": "tokens"}
 
 #: Above this many versions their names would run into each other.
 _MOST_MARKS: Final = 25
@@ -38,12 +45,16 @@ def render(run: Run) -> str:
         tiles="".join(_tile(name, value) for name, value in _facts(run)),
         loss=_div(loss_figure(run), "loss", with_library=True),
         phases=_div(phases_figure(run.versions), "phases", with_library=False),
+        pauses=_div(pauses_figure(run.versions), "pauses", with_library=False),
+        pause=_PAUSE[settings.engine],
+        compared=_COMPARED[settings.engine],
         rows="".join(_row(version) for version in run.versions),
         samples="".join(_sample(version) for version in run.versions),
         settings=html.escape(
             f"seed {settings.seed}, {settings.ranks} rank(s), {settings.batch} windows of "
             f"{settings.block} characters a rank and step, {settings.layers} layers of width "
-            f"{settings.hidden}, highest learning rate {settings.rate:g}"
+            f"{settings.hidden}, highest learning rate {settings.rate:g}; the follower is "
+            + ("a vLLM engine" if settings.engine == "vllm" else "the same model")
         ),
     )
 
@@ -95,6 +106,34 @@ def phases_figure(versions: list[Version]) -> Any:
     return _styled(figure, "version", "milliseconds")
 
 
+def pauses_figure(versions: list[Version]) -> Any:
+    """Draw for how long each update stopped the follower.
+
+    Of an engine also the longest time between two tokens, as who reads them saw it, since the
+    version before.
+    """
+    figure = go.Figure()
+    names = [f"v{version.number}" for version in versions]
+    figure.add_bar(
+        x=names,
+        y=[version.report.pause_seconds * 1e3 for version in versions],
+        name="pause",
+        marker={"color": _POINT},
+        hovertemplate="%{x} paused %{y:.2f} ms<extra></extra>",
+    )
+    if any(version.generated for version in versions):
+        figure.add_scatter(
+            x=names,
+            y=[version.followed.gap * 1e3 for version in versions],
+            name="longest time between two tokens",
+            mode="markers",
+            marker={"color": _LINE, "size": 9, "line": {"color": "white", "width": 1.5}},
+            hovertemplate="%{x}: %{y:.0f} ms<extra></extra>",
+        )
+    figure.update_layout(bargap=0.6, showlegend=True)
+    return _styled(figure, "version", "milliseconds")
+
+
 def _styled(figure: Any, x: str, y: str) -> Any:
     figure.update_layout(
         template="none",
@@ -140,6 +179,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         seconds = sorted(version.report.seconds for version in versions)
         facts.append(("held-out loss", f"{first:.2f} → {last:.2f}"))
         facts.append(("median update", f"{seconds[len(seconds) // 2] * 1e3:.1f} ms"))
+        pauses = sorted(version.report.pause_seconds for version in versions)
+        facts.append(("median pause", f"{pauses[len(pauses) // 2] * 1e3:.1f} ms"))
     return facts
 
 

@@ -18,11 +18,12 @@ from typing import Final
 
 import attrs
 
+from parallelkit.demo.events import Event, read
 from parallelkit.errors import ParallelKitError
-from parallelkit_torch.demo.events import Event, read
 
 _TAIL_LINES: Final = 12
 _GRACE_SECONDS: Final = 3.0
+_POLL_SECONDS: Final = 0.01
 
 
 class DemoProcessError(ParallelKitError):
@@ -51,8 +52,9 @@ class _Child:
 class Children:
     """The processes of one run. A context manager; at its end none of them is left.
 
-    Each gets a process group of its own, its standard error in a private file, and pipes for
-    standard input and output. A process that sees the end of its input leaves by itself, so a
+    Each gets a process group of its own, which ends with it: what it started and left running is
+    killed. Its standard error goes to a private file, and it has pipes for standard input and
+    output. A process that sees the end of its input leaves by itself, so a
     parent that is killed leaves nothing behind either.
     """
 
@@ -114,9 +116,7 @@ class Children:
     def close(self) -> None:
         """End what still runs, by process group, and remove the private folder."""
         for child in self._children:
-            if child.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, signal.SIGKILL)
+            self._end_group(child)
         for child in self._children:
             child.process.wait()
             if child.reader is not None:
@@ -147,9 +147,23 @@ class Children:
         self._events.put((child, None))
 
     def _wait(self, child: _Child, seconds: float) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.process.wait(seconds)
-        return None
+        """Wait for its end, and see that its group ends too; None: it goes on."""
+        if child.process.returncode is not None:
+            return child.process.returncode
+        deadline = time.monotonic() + seconds
+        # not taken from the kernel yet, so that the group's number stays its own
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, child.process.pid, how) is None:
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_SECONDS)
+        self._end_group(child)
+        return child.process.wait()
+
+    def _end_group(self, child: _Child) -> None:
+        if child.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
 
     def _failures(self, first: _Child) -> str:
         """Describe the first failure, and those that follow from it or are its cause."""
