@@ -275,6 +275,40 @@ def test_what_a_forward_left_whole_is_given_up_before_parts_are_written() -> Non
             assert [p.to_local().data_ptr() for p in model.parameters()] == parts
 
 
+def test_what_was_being_gathered_already_is_not_what_the_next_forward_takes() -> None:
+    with ranks_of(2, 0):
+        model = fully_shard(nn.Linear(3, 4, bias=False), mesh=mesh_of(2))
+        sink = ShardedModuleSink(model)
+        for _ in range(2):
+            model.unshard(async_op=True)  # as a forward prefetches
+            sink.begin()
+            assert place(sink, 0, counted(2, 3))
+            sink.finish()
+            model.unshard()
+            assert torch.equal(model.weight[:2], counted(2, 3))
+            model.reshard()
+            with torch.no_grad():
+                model.weight.to_local().zero_()
+
+
+def test_what_a_failed_forward_left_whole_is_given_up() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    with ranks_of(2, 0):
+        # Within a forward that is not over torch keeps such a unit whole.
+        model = fully_shard(Fails(3, 4, bias=False), mesh=mesh_of(2), reshard_after_forward=False)
+        sink = ShardedModuleSink(model)
+        with pytest.raises(RuntimeError, match="no"):
+            model(torch.ones(1, 3))
+        sink.begin()
+        assert place(sink, 0, counted(2, 3))
+        sink.finish()
+        model.unshard()
+        assert torch.equal(model.weight[:2], counted(2, 3))
+
+
 def test_the_serving_thread_leaves_the_modules_as_they_are() -> None:
     with ranks_of(2, 0):
         model = fully_shard(nn.Linear(3, 4), mesh=mesh_of(2))
