@@ -171,8 +171,8 @@ class WeightSubscriber:
 
         Raises:
             QuarantinedError: the weights are of no version; wait for the next update.
-            StateError: no version has arrived yet, or after close; or, at the end, the block is left
-                in another thread than it was entered in.
+            StateError: no version has arrived yet, or after close; or the block is left in another
+                thread than the one that entered it.
             WrongThreadError: the target's framework belongs to another thread; what was staged
                 stays so.
         """
@@ -207,6 +207,7 @@ class WeightSubscriber:
             with self._staged:
                 self._error = None  # its traceback holds this object
                 self._staged.notify_all()  # a step that waits for the thread, elsewhere
+        self._writer.leaves()
         self._finalizer()
 
     def __enter__(self) -> WeightSubscriber:
@@ -314,11 +315,11 @@ class WeightSubscriber:
         else:
             started = time.monotonic()
             self._torn = f"version {update.version} is half in place"
-            self._writer.writes(self._placement.module)
-            if self._in_place:
-                self._placement.place_fetched(update.fetch(), expected, self._workers)
-            else:
-                self._placement.place(self._workers)
+            with self._writer.writing(self._placement):
+                if self._in_place:
+                    self._placement.place_fetched(update.fetch(), expected, self._workers)
+                else:
+                    self._placement.place(self._workers)
             self._check_epoch(update)
             pause = time.monotonic() - started
             if self._verify == "readback":
@@ -355,17 +356,16 @@ class WeightSubscriber:
                 return
             before, self._torn = self._torn, f"version {version} is half in place"
             try:
-                self._placement.place_staged(self._workers)
+                with self._writer.writing(self._placement):
+                    self._placement.place_staged(self._workers)
                 if self._verify == "readback":
                     self._placement.readback(version, self._workers)
             except WrongThreadError:  # the sink refused before a byte was written
                 self._torn = before
                 raise
             except BaseException as error:
-                self._writer.writes(self._placement.module)
                 self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
                 raise QuarantinedError(self._torn) from error
-            self._writer.writes(self._placement.module)
             self._version = version
             self._torn = ""
 
