@@ -153,6 +153,11 @@ def fits(pattern: str, name: str) -> bool:
 
 def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]) -> None:
     # The dicts are copied: another thread may be changing the model, which is told elsewhere.
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ManifestError(
+            f"{prefix.rstrip('.') or 'the model'!r} is a {type(module).__qualname__}, whose "
+            "tensors TorchScript keeps to itself; take the module that it was made of"
+        )
     transient = module._non_persistent_buffers_set
     parameters: dict[str, torch.Tensor | None] = module._parameters  # type: ignore[assignment]
     for key, parameter in list(parameters.items()):
