@@ -138,7 +138,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in incoming.items():
             self._incoming.setdefault(memory_of(tensor), name)
             self._fill(tensor, frozenset([self._incoming[memory_of(tensor)]]))
-        self._targets = {memory_of(tensor) for tensor in targets}
+        # So do these for targets that are given other memory.
+        self._targets = {
+            memory_of(tensor): StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            for tensor in targets
+        }
         self._forbidden = {memory_of(tensor) for tensor in forbidden}
 
     @classmethod

@@ -133,3 +133,16 @@ def test_what_the_serving_thread_sees_is_not_what_is_written_by() -> None:
     assert sink._replay._held is held
     sink.check()
     assert sink._replay._held is not held
+
+
+def test_memory_that_a_parameter_gave_up_is_not_taken_for_it_again() -> None:
+    def loads(target: Target, weights: Weights) -> None:
+        for name, weight in weights:
+            target.get_parameter(name).data = weight.clone()
+
+    module = Target(loads, a=torch.zeros(3), b=torch.zeros(3))
+    sink = learned(module)  # `b` gets the memory that `a` had, as often as not
+    assert "2 by the loader" in sink.explain()
+    engines.update(sink, values(1))
+    engines.update(sink, values(2))
+    assert torch.equal(module.b, values(2)["b"])
