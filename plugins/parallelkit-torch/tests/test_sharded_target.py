@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallelkit_torch.sharded_target import ShardedModuleSink, weight_sink
+from parallelkit_torch.sharded_weights import weight_source
 from parallelkit_torch.sharding import Boxes, reshard
 from parallelkit_torch.weights import ModuleSink
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -307,6 +308,18 @@ def test_what_a_failed_forward_left_whole_is_given_up() -> None:
         sink.finish()
         model.unshard()
         assert torch.equal(model.weight[:2], counted(2, 3))
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_flat_shards_are_not_taken_for_replicas(original: bool) -> None:
+    with ranks_of(2, 0):
+        layer = nn.Linear(4, 4, bias=False)
+        cpu = torch.device("cpu")
+        wrapped = FullyShardedDataParallel(layer, device_id=cpu, use_orig_params=original)
+        for take in (weight_source, weight_sink):
+            with pytest.raises(ManifestError, match="'0' is wrapped in FullyShardedDataParallel"):
+                take(nn.Sequential(wrapped))
 
 
 def test_the_serving_thread_leaves_the_modules_as_they_are() -> None:
