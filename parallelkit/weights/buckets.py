@@ -148,7 +148,8 @@ def pass_over(
 
     Args:
         fetch: gives the bytes of a unique tensor, or of the part that is here; called in the
-            calling thread, once or twice a tensor.
+            calling thread, once or a few times a tensor. They may be valid until its next call
+            only, where that gives the same memory.
         loads: the buckets.
         memory: the arena, where each piece is one run; or None to hash alone.
         workers: threads for the copies.
@@ -176,9 +177,21 @@ def pass_over(
         batch = todo[first : first + BATCH_BUCKETS]
         needed = {tensor for b in batch for tensor, _, _ in loads[b].pieces}
         views = {i: views[i] if i in views else fetch(i) for i in sorted(needed)}
+        if _overlapping(views.values()):  # such as one scratch buffer for all that is copied
+            views = {i: fetch(i).copy() for i in views}
         nbytes = sum(loads[b].nbytes for b in batch)
         workers.map(lambda k, batch=batch: one(batch[k]), len(batch), nbytes)  # type: ignore[misc]
     return digests
+
+
+def _overlapping(views: Iterable[Bytes]) -> bool:
+    """Whether two of these have memory in common."""
+    reached = 0
+    for start, size in sorted((v.__array_interface__["data"][0], len(v)) for v in views):
+        if size and start < reached:
+            return True
+        reached = max(reached, start + size)
+    return False
 
 
 def copy_span(to: Bytes, target: Span, source: Bytes, span: Span) -> None:

@@ -82,6 +82,9 @@ class Placement:
         self.plan: TransferPlan = readers.plan
         self.repeated = 0
         self.staged_version = 0
+        self.written: list[
+            Bytes
+        ] = []  # live memory, as far as the last version went straight there
         self._sink = sink
         self._loading = sink if isinstance(sink, LoaderSink) else None
         self._verify = verify
@@ -193,6 +196,7 @@ class Placement:
             ProtocolError: there are not as many digests as buckets.
         """
         digests = self._expected(fetch.version, expected)
+        self.written = []
         self._sink.begin()
         memories: dict[int, Bytes] = {}
         indirect: list[int] = []
@@ -203,6 +207,7 @@ class Placement:
                 memories[tensor] = np.empty(size, np.uint8)
             else:
                 memories[tensor] = _writable(target, size)
+                self.written.append(memories[tensor])
         self._bring_verified(fetch, memories, digests, workers)
         for tensor in indirect:
             self._sink.write(self._order[tensor], memories[tensor].data)
@@ -251,6 +256,7 @@ class Placement:
     def release(self) -> None:
         """Let go of every view of the arenas."""
         self._source = self._live = self._spare = self._staging = None
+        self.written = []
 
     # --- fetching
 
@@ -362,6 +368,7 @@ class Placement:
         self._live, self._hashed_live = received, 0
         pairs: list[tuple[Bytes, Bytes]] = []
         strided: list[tuple[Bytes, Move]] = []
+        self.written = []
         self._sink.begin()
         for tensor, size, parts in moves:
             target = self._sink.destination(self._order[tensor])
@@ -369,6 +376,7 @@ class Placement:
                 self._sink.write(self._order[tensor], gathered(parts, size, memory).data)
                 continue
             live = _writable(target, size)
+            self.written.append(live)
             for move in parts:
                 if move.source.steps or move.target.steps:
                     strided.append((live, move))

@@ -27,6 +27,7 @@ from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.rounds import Round, Superseded, Talk
+from parallelkit.weights.turns import Turns
 from parallelkit.weights.writers import Writer
 
 #: Name of the thread that `serve` starts: it touches no framework, nor may a sink called in it.
@@ -62,8 +63,7 @@ class WeightSubscriber:
         self._writer = Writer(self.name)
         self._closed = False
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._using = 0
+        self._turns = Turns()
         self._stepping = False
         # A step that ends and a close from elsewhere may both come to release.
         self._releasing = threading.RLock()
@@ -125,7 +125,7 @@ class WeightSubscriber:
             WeightTransferError: `timeout` is no number of seconds, or more than a week.
         """
         self._check("step")
-        if self._using:
+        if self._turns.in_use:
             raise StateError("step() inside `with subscriber.use()`: leave the block first")
         seconds = self._timeout if timeout is None else timeout
         check_timeout(seconds, zero=True)
@@ -151,7 +151,7 @@ class WeightSubscriber:
                 f"version {self._version} is live",
                 missing=[self._client.peer],
             )
-        with self._lock:
+        with self._turns:
             self._take_part(begin, staged=False)
         return self._version
 
@@ -181,22 +181,14 @@ class WeightSubscriber:
 
         Raises:
             QuarantinedError: the weights are of no version; wait for the next update.
-            StateError: no version has arrived yet, or after close.
+            StateError: no version has arrived yet, or after close; or the block is left in another
+                thread than the one that entered it.
             WrongThreadError: the target's framework belongs to another thread; what was staged
                 stays so.
         """
-        with self._lock:
-            self._check("use")
-            if self._using == 0:
-                self._flip()
-            self._refuse_if_quarantined()
-            if self._version == 0:
-                raise StateError("no version has arrived yet: call step() first")
-            self._using += 1
-            try:
-                yield self._placement.module
-            finally:
-                self._using -= 1
+        self._check("use")  # in a forked child before anything is waited for
+        with self._turns.use(self._ready):
+            yield self._placement.module
 
     def explain(self) -> str:
         """Say how published tensors reach the target; with a loader, which need it and why."""
@@ -225,6 +217,7 @@ class WeightSubscriber:
             with self._staged:
                 self._error = None  # its traceback holds this object
                 self._staged.notify_all()  # a step that waits for the thread, elsewhere
+        self._writer.leaves()
         self._finalizer()
 
     def __enter__(self) -> WeightSubscriber:
@@ -332,17 +325,17 @@ class WeightSubscriber:
         else:
             started = time.monotonic()
             self._torn = f"version {update.version} is half in place"
-            self._writer.writes(self._placement.module)
-            if self._in_place:
-                self._placement.place_fetched(update.fetch(), expected, self._workers)
-            else:
-                self._placement.place(self._workers)
+            with self._writer.writing(self._placement):
+                if self._in_place:
+                    self._placement.place_fetched(update.fetch(), expected, self._workers)
+                else:
+                    self._placement.place(self._workers)
             self._check_epoch(update)
             pause = time.monotonic() - started
             if self._verify == "readback":
                 readback = self._placement.readback(update.version, self._workers)
-            self._doubt = self._torn = ""
             self._version = update.version
+            self._doubt = self._torn = ""
         live, received = self._placement.verified
         answer: m.Committed = self._talk.answer(
             m.Committed,
@@ -356,27 +349,35 @@ class WeightSubscriber:
         )
         return answer
 
+    def _ready(self) -> None:
+        """A use begins: put what was staged in place, unless it is within another."""
+        self._check("use")
+        if not self._turns.in_use:
+            self._flip()
+        self._refuse_if_quarantined()
+        if self._version == 0:
+            raise StateError("no version has arrived yet: call step() first")
+
     def _flip(self) -> None:
         """Put a version that the thread staged in place."""
-        with self._lock, self._staged:
+        with self._turns, self._staged:
             version = self._placement.staged_version
             if version <= self._version:
                 return
             before, self._torn = self._torn, f"version {version} is half in place"
             try:
-                self._placement.place_staged(self._workers)
+                with self._writer.writing(self._placement):
+                    self._placement.place_staged(self._workers)
                 if self._verify == "readback":
                     self._placement.readback(version, self._workers)
             except WrongThreadError:  # the sink refused before a byte was written
                 self._torn = before
                 raise
             except BaseException as error:
-                self._writer.writes(self._placement.module)
                 self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
                 raise QuarantinedError(self._torn) from error
-            self._writer.writes(self._placement.module)
-            self._torn = ""
             self._version = version
+            self._torn = ""
 
     def _step_staged(self, deadline: float, seconds: float) -> int:
         with self._staged:

@@ -1,13 +1,22 @@
-"""Which of several subscribers of one target in this process has written it last.
+"""Which of several subscribers in this process has written a target, or a part of one, last.
 
-Each of them knows the version that it wrote itself. Once another one has written, that is not what
-the target holds, and nothing else would show it.
+Each of them knows the version that it wrote itself. Once another one has written there, that is not
+what the target holds, and nothing else would show it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from parallelkit.errors import WrongThreadError
+from parallelkit.weights.regions import Bytes
+
+if TYPE_CHECKING:
+    from parallelkit.weights.placement import Placement
 
 
 class Writer:
@@ -18,19 +27,59 @@ class Writer:
         displaced: what is wrong since another one wrote the same target; empty while nothing is.
     """
 
-    _last: ClassVar[weakref.WeakValueDictionary[int, Writer]] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakSet[Writer]] = weakref.WeakSet()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.displaced = ""
+        self._target: Any = None
+        self._written: Sequence[Bytes] = ()
+        self._starts: frozenset[int] | None = frozenset()
+        with Writer._lock:
+            Writer._all.add(self)
 
-    def writes(self, target: Any) -> None:
-        """It begins to write a target, which it keeps alive, so that no other has its number."""
-        before = self._last.get(id(target))
-        if before is not None and before is not self:
-            before.displaced = (
-                f"{self.name}, another subscriber of this process, has written its target since; "
-                "close one of the two"
-            )
-        self._last[id(target)] = self
-        self.displaced = ""
+    def writes(self, target: Any, memory: Sequence[Bytes] = ()) -> None:
+        """It writes a target, or has written it.
+
+        Args:
+            target: the object; memory: those of its tensors that were written in place. Another
+                target that has one of them too, such as a part of a model, is written as well.
+        """
+        with Writer._lock:
+            self._target, self._written, self._starts = target, memory, None
+            self.displaced = ""
+            for other in Writer._all:
+                if other is self or other._target is None:
+                    continue
+                if other._target is target or not self._places().isdisjoint(other._places()):
+                    other.displaced = (
+                        f"{self.name}, another subscriber of this process, has written its target "
+                        "since, or a part of it; close one of the two"
+                    )
+
+    @contextlib.contextmanager
+    def writing(self, placement: Placement) -> Iterator[None]:
+        """While a version is placed: whatever comes of it, others have not what they wrote."""
+        try:
+            yield
+        except WrongThreadError:  # before a byte was written
+            raise
+        except BaseException:
+            self.writes(placement.module, placement.written)
+            raise
+        self.writes(placement.module, placement.written)
+
+    def leaves(self) -> None:
+        """It writes no more."""
+        self._target, self._written, self._starts = None, (), frozenset()
+
+    def _places(self) -> frozenset[int]:
+        """Where the memory begins; found when it is asked for, since most are alone."""
+        if self._starts is None:
+            self._starts = frozenset(_starts(self._written))
+        return self._starts
+
+
+def _starts(memory: Iterable[Bytes]) -> Iterable[int]:
+    return (part.__array_interface__["data"][0] for part in memory if len(part))

@@ -473,3 +473,22 @@ def test_digests_on_the_wire():
     assert from_wire(b"").tolist() == []
     for length in (1, 7, 9):
         assert from_wire(bytes(length)) is None
+
+
+def test_a_source_may_copy_every_tensor_into_one_scratch_buffer():
+    """What `host_bytes` gave is valid until the next call, and not longer."""
+    model = model_of(a=np.full(5, 1.0), b=np.full(9, 2.0), c=np.full(3, 3.0))
+    plain, scratch = exporter_of(model), bytearray(200)
+
+    class Copying:
+        def host_bytes(self, index):
+            data = model.host_bytes(index).cast("B")
+            scratch[: len(data)] = data
+            return memoryview(scratch)[: len(data)]
+
+    mine = export(model.manifest(), 0)
+    copying = Exporter(Copying(), mine, Memory(mine.nbytes), RUN)
+    whole = [Needs.whole(model.manifest())]
+    one, other = (x.stage(whole, 0, "digest", 1)[0].digests for x in (plain, copying))
+    assert one.tolist() == other.tolist()
+    assert np.array_equal(plain.arena.bytes, copying.arena.bytes)

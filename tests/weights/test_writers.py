@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
+import numpy as np
 import pytest
 
 from parallelkit.errors import QuarantinedError
@@ -23,10 +25,27 @@ def test_a_writer_is_displaced_by_another_until_it_writes_again():
     assert b.displaced == ""
     a.writes(target)
     assert (a.displaced, bool(b.displaced)) == ("", True)
-    number = id(a)
+    a.leaves()
+    b.writes(target)
+    assert (a.displaced, b.displaced) == ("", "")
+    alive = weakref.ref(a)
     del a
     gc.collect()
-    assert number not in {id(writer) for writer in Writer._last.values()}
+    assert alive() is None
+
+
+def test_a_writer_of_a_part_displaces_that_of_the_whole():
+    first, second, third = (np.zeros(4, np.uint8) for _ in range(3))
+    nothing = first[:0]
+    whole, part, other = Writer("whole"), Writer("part"), Writer("other")
+    whole.writes("model", [nothing, first, second])
+    other.writes("another", [nothing, third])
+    assert (whole.displaced, other.displaced) == ("", "")
+    part.writes("layer", [second])
+    assert "part, another subscriber of this process, has written its target" in whole.displaced
+    assert other.displaced == ""
+    whole.writes("model", [first, second])
+    assert (whole.displaced, bool(part.displaced)) == ("", True)
 
 
 @pytest.mark.parametrize("how", ["step", "serve"])

@@ -19,13 +19,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, final
 
+import mindspore as ms
+
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
 from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.overlap import Span, overlap, self_overlapping
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_mindspore import memory, runtime, tensors
-from parallelkit_mindspore.names import Slot, slots
+from parallelkit_mindspore.names import Slot, slots, unwrap
 
 _NO_ALIASING: Final = (
     "aliased=True is not possible with MindSpore: parameters move into other memory by set_data "
@@ -169,6 +171,7 @@ class CellSink(_CellWeights):
         super().__init__(model, parts=parts)
         self._open = False
         self._writable: list[object] = []
+        self._seen = [slot.tensor for slot in self._slots]
 
     @property
     def module(self) -> Any:
@@ -205,6 +208,9 @@ class CellSink(_CellWeights):
             return
         self._own("check")
         self._rewalk()
+        before, self._seen = self._seen, [slot.tensor for slot in self._slots]
+        if any(a is not b for a, b in zip(before, self._seen, strict=True)):
+            _forget_graphs(self._model)
         live = [group[0].tensor for group in self._groups]
         identities: list[object] = [memory.identity(tensor) for tensor in live]
         if identities != self._writable:  # same memory, same layout: same answer
@@ -271,6 +277,15 @@ class CellSink(_CellWeights):
         self._own(what)
         if not self._open:
             raise StateError(f"CellSink.{what} was called outside begin and finish")
+
+
+def _forget_graphs(model: Any) -> None:
+    """Let Cells be compiled again at their next call: a graph goes on with a replaced parameter."""
+    root = model if isinstance(model, ms.nn.Cell) else unwrap(model)
+    for _, cell in root.cells_and_names():
+        cache = getattr(cell, "compile_cache", None)
+        if cache:
+            cache.clear()
 
 
 def _found(slot: Slot, parts: bool) -> Found:

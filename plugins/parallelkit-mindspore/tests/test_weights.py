@@ -426,3 +426,33 @@ def test_on_a_device_no_pointer_is_followed(name: str, monkeypatch: pytest.Monke
         transfer(source, sink)
     runtime.synchronize()
     assert bytes(tensors.as_bytes(into)) == data
+
+
+def test_a_graph_that_holds_a_replaced_parameter_is_compiled_anew() -> None:
+    class Layers(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = ms.nn.Dense(3, 3), ms.nn.Dense(3, 3, has_bias=False)
+
+        def construct(self, x: ms.Tensor) -> ms.Tensor:
+            return self.last(self.first(x))
+
+    model, x = Layers(), ms.Tensor(np.ones((1, 3), np.float32))
+    sink = CellSink(model)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        before = model(x).asnumpy()
+        model.last.weight = ms.Parameter(
+            ms.Tensor(np.zeros((3, 3), np.float32)), name="last.weight"
+        )
+        assert np.array_equal(model(x).asnumpy(), before), "the test needs a stale graph"
+        sink.begin()
+        for index, spec in enumerate(sink.needs().unique):
+            view = sink.destination(index)
+            assert view is not None
+            values = np.full(spec.shape, 2.0, np.float32)
+            view[:] = values.tobytes()
+        sink.finish()
+        assert np.array_equal(model(x).asnumpy(), np.full((1, 3), 2.0 * 3 * (2.0 * 3 + 2.0)))
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -92,6 +92,9 @@ def slots(module: nn.Module, *, transient: bool = False) -> list[Slot]:
     With `transient` the other buffers too, each beside those of its module.
 
     A tensor under two names is listed twice: which names are one tensor is the caller's business.
+
+    Raises:
+        ManifestError: a part is of a kind whose tensors cannot be told by name, which is given.
     """
     found: list[Slot] = []
     wrappers = _known_wrappers()
@@ -153,6 +156,7 @@ def fits(pattern: str, name: str) -> bool:
 
 def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]) -> None:
     # The dicts are copied: another thread may be changing the model, which is told elsewhere.
+    _refuse_kind(module, prefix.rstrip(".") or "the model")
     transient = module._non_persistent_buffers_set
     parameters: dict[str, torch.Tensor | None] = module._parameters  # type: ignore[assignment]
     for key, parameter in list(parameters.items()):
@@ -164,6 +168,21 @@ def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]
     for key, child in list(module._modules.items()):
         if child is not None:
             _walk(_unwrap(child, wrappers), f"{prefix}{key}.", wrappers, found)
+
+
+def _refuse_kind(module: nn.Module, name: str) -> None:
+    """Raise for modules whose tensors here are not what their names say."""
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if isinstance(module, flat):
+        raise ManifestError(
+            f"{name!r} is wrapped in FullyShardedDataParallel, by which each rank holds other "
+            "elements in plain tensors that look like replicas; use fully_shard instead"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ManifestError(
+            f"{name!r} is a {type(module).__qualname__}, whose tensors TorchScript keeps to "
+            "itself; take the module that it was made of"
+        )
 
 
 def _unwrap(module: nn.Module, wrappers: _Wrappers) -> nn.Module:

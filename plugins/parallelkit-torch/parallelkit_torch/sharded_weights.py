@@ -40,9 +40,13 @@ def weight_source(module: nn.Module) -> WeightSource:
     Raises:
         ManifestError: it keeps state that is no tensor of its own, or as the sources do.
     """
+    _refuse_hidden_state(module)
+    return ShardedModuleSource(module) if sharding.is_spread(module) else ModuleSource(module)
+
+
+def _refuse_hidden_state(module: nn.Module) -> None:
     for _, part in sharding.stages(module) or [(0, module)]:
         refuse_hidden_state(part)
-    return ShardedModuleSource(module) if sharding.is_spread(module) else ModuleSource(module)
 
 
 @final
@@ -107,9 +111,10 @@ class ShardedModuleSource:
 
         Raises:
             ManifestError: on any rank it has other names, dtypes, shapes, ties or layouts than
-                the manifest; raised on every rank.
+                the manifest, or keeps state that is no tensor of its own; raised on every rank.
         """
         with together(self._group):
+            _refuse_hidden_state(self._module)
             mine = self._describe()
             if mine != self._roster:
                 raise ManifestError(f"{_difference(self._roster, mine)}; {_KEEP}")

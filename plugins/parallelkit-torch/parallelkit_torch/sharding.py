@@ -76,13 +76,41 @@ def is_spread(module: nn.Module) -> bool:
 def reshard(module: nn.Module) -> None:
     """Let every `fully_shard` unit hold its shards, and not the whole that a forward left there.
 
-    Not collective: whole copies are dropped, values are those of the shards.
+    Nor one that is on its way: torch gathers ahead of time where a forward prefetches, or where
+    `unshard(async_op=True)` asked for it, and the next forward would compute with what was read
+    then. Nothing is asked of other ranks: whole copies are dropped, values are those of the shards.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is not None:
         for unit in names.unwrap(module).modules():
             if isinstance(unit, kind):
+                _finish_gathers(unit)
                 unit.reshard()
+                _drop_whole(unit)
+
+
+def _finish_gathers(unit: Any) -> None:
+    """Wait for gathers that this rank has begun; torch has no public way that begins none."""
+    for group in _groups(unit):
+        if getattr(group, "_all_gather_result", None) is not None:
+            group.wait_for_unshard()
+
+
+def _drop_whole(unit: Any) -> None:
+    """Drop what `reshard` leaves whole where a forward ended by an error, and is not over yet."""
+    for group in _groups(unit):
+        if not group.is_sharded:
+            group._to_sharded()
+
+
+def _groups(unit: Any) -> Sequence[Any]:
+    """The parts of a unit that are gathered together; torch has had one or several by turns."""
+    state = unit._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return tuple(several)
+    one = state._fsdp_param_group
+    return () if one is None else (one,)
 
 
 def held(module: nn.Module) -> Iterator[tuple[int, names.Slot]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -134,12 +135,15 @@ def fill(name: str, tensor: torch.Tensor, data: memoryview) -> None:
 def mark_written(written: Iterable[torch.Tensor]) -> None:
     """Tell torch that memory of these tensors was written, which it did not see.
 
-    A graph that autograd recorded before is void, and so are the casts that a surrounding
-    `torch.autocast` keeps of parameters: it would go on computing with the old values.
+    A graph that autograd recorded before is void, and so is what torch keeps of parameters while
+    it is told to: casts within `torch.autocast`, and weights that are made of others within
+    `torch.nn.utils.parametrize.cached`. It would go on computing with the old values.
     """
     seen = [tensor for tensor in written if not tensor.is_inference()]
     torch.autograd.graph.increment_version(seen)
     torch.clear_autocast_cache()
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    getattr(parametrize, "_cache", {}).clear()
 
 
 def refuse_overlaps(named: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -12,6 +12,7 @@ shapes, dtypes or ties than those of the manifest are errors.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -21,8 +22,9 @@ from torch import nn
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
 from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest, TensorSpec
+from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
-from parallelkit_torch.names import Slot, slots
+from parallelkit_torch.names import Slot, refuse_hidden_state, slots
 
 
 class _ModuleWeights:
@@ -64,9 +66,13 @@ class _ModuleWeights:
 
     def _rewalk(self) -> None:
         """Follow what was replaced in the module; raise if it is not what the manifest says."""
+        self._groups = self._walked()
+
+    def _walked(self) -> list[list[Slot]]:
+        """The places of each unique tensor now; raises if they are not what the manifest says."""
         held = slots(self._module)
         places = match(self._manifest, [_found(slot) for slot in held])
-        self._groups = [[held[place] for place in group] for group in places]
+        return [[held[place] for place in group] for group in places]
 
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor object, once: names may share one, or have one each over one memory."""
@@ -102,8 +108,10 @@ class ModuleSource(_ModuleWeights):
         """Look at the module again: an update begins.
 
         Raises:
-            ManifestError: it has other names, dtypes, shapes or ties than `manifest()`.
+            ManifestError: it has other names, dtypes, shapes or ties than `manifest()`, or keeps
+                state by now that is no tensor of its own.
         """
+        refuse_hidden_state(self._module)
         self._rewalk()
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
@@ -197,18 +205,22 @@ class ModuleSink(_ModuleWeights):
     def check(self) -> None:
         """Look at the module again: it is about to be written.
 
+        The thread of `subscriber.serve()` only looks. What is written goes by what the user's
+        thread saw when it began.
+
         Raises:
             ManifestError: it has other names, dtypes, shapes or ties than `needs()`; or it cannot
                 be written, since several elements of a tensor share one place in memory (an
                 expanded tensor), or two tensors overlap. The tensors are named.
         """
-        self._rewalk()
-        live = [self._groups[index][0].tensor for index in range(len(self._groups))]
+        groups = self._walked()
+        live = [group[0].tensor for group in groups]
         identities = [tensors.identity(tensor) for tensor in live]
         if identities != self._writable:  # same memory, same layout: same answer
             names = [spec.name for spec in self._unique]
             tensors.refuse_overlaps(list(zip(names, live, strict=True)))
-            self._writable = identities
+        if threading.current_thread().name != SERVE_THREAD:
+            self._groups, self._writable = groups, identities
 
     def begin(self) -> None:
         """Let tensors be written; raises as `check` does."""

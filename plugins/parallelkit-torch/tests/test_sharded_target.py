@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallelkit_torch.sharded_target import ShardedModuleSink, weight_sink
+from parallelkit_torch.sharded_weights import weight_source
 from parallelkit_torch.sharding import Boxes, reshard
 from parallelkit_torch.weights import ModuleSink
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -273,6 +274,52 @@ def test_what_a_forward_left_whole_is_given_up_before_parts_are_written() -> Non
             sink.finish()
             assert torch.equal(model.weight.to_local(), counted(2, 3))
             assert [p.to_local().data_ptr() for p in model.parameters()] == parts
+
+
+def test_what_was_being_gathered_already_is_not_what_the_next_forward_takes() -> None:
+    with ranks_of(2, 0):
+        model = fully_shard(nn.Linear(3, 4, bias=False), mesh=mesh_of(2))
+        sink = ShardedModuleSink(model)
+        for _ in range(2):
+            model.unshard(async_op=True)  # as a forward prefetches
+            sink.begin()
+            assert place(sink, 0, counted(2, 3))
+            sink.finish()
+            model.unshard()
+            assert torch.equal(model.weight[:2], counted(2, 3))
+            model.reshard()
+            with torch.no_grad():
+                model.weight.to_local().zero_()
+
+
+def test_what_a_failed_forward_left_whole_is_given_up() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    with ranks_of(2, 0):
+        # Within a forward that is not over torch keeps such a unit whole.
+        model = fully_shard(Fails(3, 4, bias=False), mesh=mesh_of(2), reshard_after_forward=False)
+        sink = ShardedModuleSink(model)
+        with pytest.raises(RuntimeError, match="no"):
+            model(torch.ones(1, 3))
+        sink.begin()
+        assert place(sink, 0, counted(2, 3))
+        sink.finish()
+        model.unshard()
+        assert torch.equal(model.weight[:2], counted(2, 3))
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_flat_shards_are_not_taken_for_replicas(original: bool) -> None:
+    with ranks_of(2, 0):
+        layer = nn.Linear(4, 4, bias=False)
+        cpu = torch.device("cpu")
+        wrapped = FullyShardedDataParallel(layer, device_id=cpu, use_orig_params=original)
+        for take in (weight_source, weight_sink):
+            with pytest.raises(ManifestError, match="'0' is wrapped in FullyShardedDataParallel"):
+                take(nn.Sequential(wrapped))
 
 
 def test_the_serving_thread_leaves_the_modules_as_they_are() -> None:

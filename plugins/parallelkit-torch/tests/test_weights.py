@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import pytest
 import torch
 from parallelkit_torch.weights import ModuleSink, ModuleSource
 from torch import nn
+from torch.nn.utils import parametrize
 
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
 from parallelkit.protocols import WeightSink, WeightSource
 from parallelkit.weights.manifest import DTYPE_BYTES, differences
+from parallelkit.weights.subscriber import SERVE_THREAD
 
 
 class Holder(nn.Module):
@@ -325,3 +328,58 @@ def test_no_tensors_at_all() -> None:
     assert source.manifest().tensors == ()
     assert source.device == "cpu"
     source.adopt([])
+
+
+def test_what_the_serving_thread_sees_is_not_what_is_written_by() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False))
+    sink = ModuleSink(module)
+    sink.check()
+    groups = sink._groups
+    thread = threading.Thread(target=sink.check, name=SERVE_THREAD)
+    thread.start()
+    thread.join()
+    assert sink._groups is groups
+    # A look that began before this, and ends after the version is begun to be placed.
+    late = sink._walked()
+    module[0] = nn.Linear(2, 2, bias=False)
+    sink.begin()
+    assert sink._groups[0][0].holder is not late[0][0].holder
+
+
+def test_weights_kept_of_parametrizations_are_made_anew() -> None:
+    class Double(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    module = nn.Linear(2, 2, bias=False)
+    parametrize.register_parametrization(module, "weight", Double())
+    sink = ModuleSink(module)
+    with torch.no_grad(), parametrize.cached():
+        before = module.weight
+        assert module.weight is before, "the test needs a kept weight"
+        sink.begin()
+        sink.destination(0)[:] = bytes(16)
+        sink.finish()
+        assert torch.equal(module.weight, torch.zeros(2, 2))
+
+
+def test_state_that_turns_up_later_in_no_tensor_stops_the_next_update() -> None:
+    class Scaled(nn.Linear):
+        scale: object = None
+
+        def get_extra_state(self) -> object:
+            return self.scale
+
+    module = Scaled(2, 2)
+    source = ModuleSource(module)
+    source.begin()
+    module.scale = {"scale": 3.0}
+    with pytest.raises(ManifestError, match="keeps extra state"):
+        source.begin()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_script_module_is_refused_by_name() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ManifestError, match="'1' is a RecursiveScriptModule"):
+        ModuleSource(module)

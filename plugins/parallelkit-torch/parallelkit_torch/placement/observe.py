@@ -20,6 +20,7 @@ from parallelkit_torch.placement.record import (
     Write,
     memory_of,
 )
+from parallelkit_torch.placement.sets import Sets
 from parallelkit_torch.placement.twin import Loader, without_data
 
 #: Allowed dtypes by the manifest's names; nothing from the wire is looked up elsewhere.
@@ -56,6 +57,8 @@ class Notes:
         copies, writes, reasons: as `Recorder` has them.
         claimed: names that the loader said it loaded.
         rehomed: places that it gave other memory, and the incoming names whose values are there.
+        sets: an attribute of the module that it set, for people; empty if it set none.
+        ways: what was done to names that have `reasons`, operation by operation.
     """
 
     places: tuple[Place, ...]
@@ -64,6 +67,8 @@ class Notes:
     reasons: dict[str, str]
     claimed: frozenset[str]
     rehomed: dict[str, frozenset[str]]
+    sets: str = ""
+    ways: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
 
 
 def places_of(held: Sequence[Slot]) -> tuple[Place, ...]:
@@ -86,12 +91,14 @@ def observe(
     held: Sequence[Slot],
     *,
     forbidden: Iterable[torch.Tensor] = (),
+    parts: Iterable[nn.Module] = (),
 ) -> tuple[Notes, Recorder]:
     """Call the loader once, with the tensors offered, and note what it does.
 
     Args:
         held: the module's parameters and buffers.
         forbidden: as `Recorder`.
+        parts: the module and all within it.
 
     Returns:
         The notes, and the recorder, which can tell later what is still held.
@@ -102,6 +109,7 @@ def observe(
     """
     places = places_of(held)
     recorder = Recorder(offered, [slot.tensor for slot in held], forbidden=forbidden)
+    sets = Sets(parts, recorder.knows)
     last = ""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +119,7 @@ def observe(
             yield name, tensor
 
     try:
-        with torch.no_grad(), recorder, recorder.outside():
+        with torch.no_grad(), recorder, recorder.outside(), sets:
             answer = loader(weights())
             claimed = frozenset(() if answer is None else map(str, answer))
     except Exception as error:
@@ -135,6 +143,8 @@ def observe(
         dict(recorder.reasons),
         claimed,
         rehomed,
+        sets.found,
+        {name: tuple(ways) for name, ways in recorder.ways.items()},
     )
     return notes, recorder
 
@@ -164,7 +174,13 @@ def observe_on_copy(
     del unique
     live = [slot.tensor for slot in slots(root, transient=True)]
     try:
-        notes, recorder = observe(twin_loader, offered, slots(twin, transient=True), forbidden=live)
+        notes, recorder = observe(
+            twin_loader,
+            offered,
+            slots(twin, transient=True),
+            forbidden=live,
+            parts=twin.modules(),
+        )
     except LoaderError as error:
         cause = error.__cause__
         if isinstance(cause, NotImplementedError) or any(s in str(cause).lower() for s in _NO_DATA):

@@ -84,6 +84,9 @@ def prove(published: Manifest, notes: Notes) -> Proof:
     for spec in published.unique:
         if spec.name in reasons:
             continue
+        if notes.sets:
+            reasons[spec.name] = f"comes with {notes.sets}, which the loader sets too"
+            continue
         mine = by_name.get(spec.name, [])
         routes[spec.name] = _routes(mine, notes.places)
         if missing_rows(_whole(spec), [copy.source.box() for copy, _ in mine]):

@@ -105,6 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copies: plain copies into `targets`, in order.
         writes: everything else that was written into `targets`.
         reasons: for names whose values went other ways, the first such way.
+        ways: for those names, every such way, with the numbers that took part.
         cannot: why a run without data proves nothing; empty as long as it does.
     """
 
@@ -126,6 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies: list[Copy] = []
         self.writes: list[Write] = []
         self.reasons: dict[str, str] = {}
+        self.ways: dict[str, list[str]] = {}
         self.cannot = ""
         self._incoming: dict[int, str] = {}
         self._content: dict[int, frozenset[str]] = {}
@@ -136,7 +138,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in incoming.items():
             self._incoming.setdefault(memory_of(tensor), name)
             self._fill(tensor, frozenset([self._incoming[memory_of(tensor)]]))
-        self._targets = {memory_of(tensor) for tensor in targets}
+        # So do these for targets that are given other memory.
+        self._targets = {
+            memory_of(tensor): StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            for tensor in targets
+        }
         self._forbidden = {memory_of(tensor) for tensor in forbidden}
 
     @classmethod
@@ -168,6 +174,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._derived(args[0], out, func)
         else:
             self._other(func, inputs, _written(func, args, kwargs), list(_tensors(out)))
+            numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, int | float | complex)]
+            for name in frozenset().union(*(self.holds(memory_of(t)) for t in inputs)):
+                self.ways.setdefault(name, []).append(f"{func} {numbers}")
         return out
 
     def outside(self) -> TorchFunctionMode:
@@ -200,6 +209,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def holds(self, memory: int) -> frozenset[str]:
         """Names whose values are in a memory, in whatever form."""
         return self._content.get(memory, frozenset())
+
+    def knows(self, value: Any) -> bool:
+        """Whether a value has tensors in it, with values of incoming ones."""
+        return any(self.holds(memory_of(tensor)) for tensor in _tensors(value))
 
     def _alive(self) -> set[str]:
         return {

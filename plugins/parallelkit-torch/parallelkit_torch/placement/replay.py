@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ class Replay:
         self._places: Sequence[Place] = ()
         self._used: list[int] = []
         self._ties: list[Tie] = []
+        self._turned: dict[int, tuple[bool, bool]] = {}  # whether places are no plain views
         self._apart: list[object] = []  # where the places lay when they were seen not to overlap
         self._views: dict[Route, tuple[int, torch.Tensor]] = {}
         self._bytes: dict[Route, tuple[int, memoryview]] = {}
@@ -46,55 +47,69 @@ class Replay:
         self._bytes.clear()
         self._whole.clear()
         self.look()
+        held = ((index, self._held.get(self._places[index].name)) for index in self._used)
+        self._turned = {index: _turned(slot) for index, slot in held if slot is not None}
 
     def look(self) -> None:
         """Look at the module again."""
-        self._held = {slot.name: slot for slot in slots(self._module, transient=True)}
+        self._held = _held(self._module)
 
-    def check(self) -> None:
+    def check(self, *, keep: bool = True) -> None:
         """Look at the module again; it is about to be written.
+
+        Args:
+            keep: write to what was seen now. A thread that only looks must leave alone what
+                another may be writing by.
 
         Raises:
             ManifestError: a place is not what it was when the loader was watched.
         """
-        self.look()
+        held = _held(self._module)
         problems = []
         for index in self._used:
-            place, slot = self._places[index], self._held.get(self._places[index].name)
+            place, slot = self._places[index], held.get(self._places[index].name)
             if slot is None:
                 problems.append(f"tensor {place.name!r} is no longer there")
                 continue
             view, tensor = place.view, slot.tensor
             now = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-            if now != (view.dtype, view.shape, view.strides):
+            if _turned(slot) != self._turned.get(index):  # its memory has not its values
+                problems.append(f"tensor {place.name!r} is conjugated or negated, or was")
+            elif now != (view.dtype, view.shape, view.strides):
                 problems.append(
                     f"tensor {place.name!r} was {_layout(view.dtype, view.shape, view.strides)} "
                     f"and is now {_layout(*now)}"
                 )
-        problems = problems or self._changed_ties()
+        apart = self._apart
+        if not problems:
+            problems, apart = self._changed_ties(held)
         if problems:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
             raise ManifestError(f"{'; '.join(problems[:5])}{more}; {KEEP}")
+        if keep:
+            self._held, self._apart = held, apart
 
-    def _changed_ties(self) -> list[str]:
-        """What shared memory and does not, or does now and did not; places are all there."""
+    def _changed_ties(self, held: Mapping[str, Slot]) -> tuple[list[str], list[object]]:
+        """What shared memory and does not, or does now and did not; places are all there.
+
+        Also where the others lie that share none.
+        """
         found = []
         for tie in self._ties:
             one, other = (self._places[index].name for index in (tie.used, tie.other))
-            slot = self._held.get(other)  # of no route of its own, it may be gone
-            where = self._held[one].tensor.data_ptr() + tie.distance
+            slot = held.get(other)  # of no route of its own, it may be gone
+            where = held[one].tensor.data_ptr() + tie.distance
             if slot is not None and slot.tensor.data_ptr() != where:
                 found.append(f"tensor {other!r} is no longer tied to {one!r}")
         tied = {tie.other for tie in self._ties}
         alone = [self._places[index].name for index in self._used if index not in tied]
-        named = [(name, self._held[name].tensor) for name in alone]
+        named = [(name, held[name].tensor) for name in alone]
         where_now = [tensors.identity(tensor) for _, tensor in named]
         if where_now != self._apart:  # same memory, same layout: same answer
             pair = tensors.overlap(named)
             if pair:
-                return [*found, f"tensor {pair[1]!r} shares memory with {pair[0]!r} now"]
-            self._apart = where_now
-        return found
+                found.append(f"tensor {pair[1]!r} shares memory with {pair[0]!r} now")
+        return found, where_now
 
     def live(self, route: Route) -> torch.Tensor:
         """The live elements that a route writes, in the shape of its move."""
@@ -173,6 +188,14 @@ class Replay:
                     tensors=[spec.name],
                 )
         return tensors.as_bytes(out)
+
+
+def _held(module: nn.Module) -> dict[str, Slot]:
+    return {slot.name: slot for slot in slots(module, transient=True)}
+
+
+def _turned(slot: Slot) -> tuple[bool, bool]:
+    return slot.tensor.is_conj(), slot.tensor.is_neg()
 
 
 class Tie(NamedTuple):

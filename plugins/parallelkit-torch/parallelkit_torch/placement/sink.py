@@ -8,6 +8,7 @@ are given to the loader, by name, in every update.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Container, Mapping, Sequence
 from typing import Final, final
 
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 
 from parallelkit.errors import LoaderError, ManifestError, ManifestMismatchError, StateError
+from parallelkit.weights.inventory import KEEP
 from parallelkit.weights.manifest import Manifest
+from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
-from parallelkit_torch.names import Slot, slots
+from parallelkit_torch.names import Slot, slots, unwrap
 from parallelkit_torch.placement.again import beside, left_out, written
 from parallelkit_torch.placement.observe import DTYPES, Notes, observe, observe_on_copy
 from parallelkit_torch.placement.proof import Proof, Routes, prove
@@ -60,6 +63,7 @@ class LoadedModule:
         for slot in slots(module, transient=True):
             _refuse(slot)
         self._replay = Replay(module)
+        self._known = frozenset(_parameters(module))
 
     @property
     def device(self) -> str:
@@ -94,13 +98,18 @@ class LoadedModule:
         return self._manifest()
 
     def check(self) -> None:
-        """Look at the module again.
+        """Look at the module again; the thread of `subscriber.serve()` only looks.
 
         Raises:
             ManifestError: a tensor that is written without the loader has another dtype, shape,
-                strides or tie than when the loader was watched.
+                strides or tie than when the loader was watched; or there is a parameter that was
+                not, of which nobody knows whether the loader gives it a value.
         """
-        self._replay.check()
+        new = [name for name in _parameters(self._module) if name not in self._known]
+        if new:
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            raise ManifestError(f"parameter {new[0]!r} is new{more}; {KEEP}")
+        self._replay.check(keep=threading.current_thread().name != SERVE_THREAD)
 
     def begin(self) -> None:
         """Let tensors be written; raises as `check` does."""
@@ -158,6 +167,7 @@ class LoadedModule:
         self._open = False
         if self._pending:
             self._load()
+            self._known = frozenset(_parameters(self._module))  # a loader may make some
         tensors.mark_written(slot.tensor for slot in slots(self._module, transient=True))
 
     def explain(self) -> str:
@@ -242,7 +252,12 @@ class LoadedModule:
         named = ((t.name, given[t.alias_of or t.name]) for t in manifest.tensors)
         offered = {name: tensor for name, tensor in named if tensor is not None}
         try:
-            notes, recorder = observe(self._loader, offered, slots(self._module, transient=True))
+            notes, recorder = observe(
+                self._loader,
+                offered,
+                slots(self._module, transient=True),
+                parts=unwrap(self._module).modules(),
+            )
             if self._proof is None:
                 self._adopt(_accepted(manifest, notes, written=True))
             self._check_written(notes)
@@ -312,6 +327,10 @@ class LoadedModule:
             raise StateError(f"LoadedModule.{what} was called outside begin and finish")
 
 
+def _parameters(module: nn.Module) -> list[str]:
+    return [s.name for s in slots(module) if isinstance(s.holder.get(s.key), nn.Parameter)]
+
+
 def _accepted(published: Manifest, notes: Notes, *, written: bool = False) -> Proof:
     proof = prove(published, notes)
     if proof.problems:
@@ -348,6 +367,7 @@ def _same(alone: Notes, full: Notes, names: Container[str]) -> bool:
         and writes(alone, True) == writes(full, True)
         and writes(alone, False) <= writes(full, False)
         and alone.rehomed.items() <= full.rehomed.items()
+        and all(alone.ways.get(n) == full.ways.get(n) for n in alone.ways | full.ways if n in names)
     )
 
 
