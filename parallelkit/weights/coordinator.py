@@ -120,7 +120,7 @@ class Coordinator:
             sources=self.routes.sources,
             version=_version_of(weakref.ref(self)),
         )
-        self.engines = Engines(self.members, self.office, self.drop)
+        self.engines = Engines(self.members, self.office, _drop_by(weakref.ref(self)))
         self.server.start(self.members)
 
     @property
@@ -462,3 +462,14 @@ def _version_of(coordinator: weakref.ref[Coordinator]) -> Callable[[], int]:
         return 0 if alive is None else alive.version
 
     return version
+
+
+def _drop_by(coordinator: weakref.ref[Coordinator]) -> Callable[[Member, str], None]:
+    """Its `drop`, by a weak reference too."""
+
+    def drop(member: Member, reason: str) -> None:
+        alive = coordinator()
+        if alive is not None:
+            alive.drop(member, reason)
+
+    return drop

@@ -33,7 +33,9 @@ KEY = b"s" * 16
 
 
 def open_fds():
-    return {fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+    """Number and target of each; the one that lists them is gone by then."""
+    found = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    return {(fd, os.readlink(at)) for fd, at in found.items() if os.path.lexists(at)}
 
 
 def soon(look, seconds=5.0):
@@ -50,7 +52,10 @@ def _nothing_is_left():
     yield
     if open_fds() != before:
         gc.collect()
-    soon(lambda: open_fds() == before)
+    deadline = time.monotonic() + 5.0
+    while open_fds() - before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not open_fds() - before  # what an earlier test left to the collector may have gone
     assert set(threading.enumerate()) == threads
 
 
