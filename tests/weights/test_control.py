@@ -33,9 +33,12 @@ KEY = b"s" * 16
 
 
 def open_fds():
-    """Number and target of each; the one that lists them is gone by then."""
-    found = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
-    return {(fd, os.readlink(at)) for fd, at in found.items() if os.path.lexists(at)}
+    """Number and target of each."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them is gone by then
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
 
 
 def soon(look, seconds=5.0):
