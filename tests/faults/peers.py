@@ -180,7 +180,8 @@ class Scene:
         except (TimeoutError, BrokenPipeError, subprocess.TimeoutExpired, KeyError) as error:
             self._problem(f"{type(error).__name__}: {error}")
         names = [p.name for p in SHM_DIR.glob("parallelkit-*")]
-        left = [n for n in names if int(n.split("-")[2]) in self._pids]
+        owners = {f"{pid}" for pid in self._pids}
+        left = [n for n in names if n.split("-")[2] in owners]
         if left:
             self._problem(f"segments remain: {left}")
         return self.seen
