@@ -121,8 +121,12 @@ class ShardedModuleSink:
         self._refuse_overlaps()
 
     def begin(self) -> None:
-        """Let parts be written; raises as `check` does."""
+        """Wait for what still reads the old values, and let parts be written.
+
+        Raises as `check` does.
+        """
         self.check()
+        tensors.settle(held.part for group in self._held for held in group)
         self._open = True
 
     def destination(self, index: int) -> memoryview | None:
@@ -152,6 +156,7 @@ class ShardedModuleSink:
         self._open = False
         everything = [t for group in self._held for held in group for t in held[:2]]
         tensors.mark_written({id(t): t for t in everything}.values())
+        tensors.settle(held.part for group in self._held for held in group)
 
     # --- inner parts
 

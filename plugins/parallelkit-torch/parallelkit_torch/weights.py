@@ -113,6 +113,7 @@ class ModuleSource(_ModuleWeights):
         """
         refuse_hidden_state(self._module)
         self._rewalk()
+        tensors.settle(self._all_tensors())
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         """Move every unique tensor into the host buffer of the same index, values included.
@@ -223,8 +224,12 @@ class ModuleSink(_ModuleWeights):
             self._groups, self._writable = groups, identities
 
     def begin(self) -> None:
-        """Let tensors be written; raises as `check` does."""
+        """Wait for what still reads the old values, and let tensors be written.
+
+        Raises as `check` does.
+        """
         self.check()
+        tensors.settle(self._all_tensors())
         self._open = True
 
     def destination(self, index: int) -> memoryview | None:
@@ -241,6 +246,7 @@ class ModuleSink(_ModuleWeights):
         self._check_open("finish")
         self._open = False
         tensors.mark_written(self._all_tensors())
+        tensors.settle(self._all_tensors())
 
     def _check_open(self, what: str) -> None:
         if not self._open:

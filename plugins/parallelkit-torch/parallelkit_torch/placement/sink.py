@@ -112,8 +112,12 @@ class LoadedModule:
         self._replay.check(keep=threading.current_thread().name != SERVE_THREAD)
 
     def begin(self) -> None:
-        """Let tensors be written; raises as `check` does."""
+        """Wait for what still reads the old values, and let tensors be written.
+
+        Raises as `check` does.
+        """
         self.check()
+        tensors.settle(self._tensors())
         self._pending.clear()
         self._open = True
 
@@ -168,7 +172,8 @@ class LoadedModule:
         if self._pending:
             self._load()
             self._known = frozenset(_parameters(self._module))  # a loader may make some
-        tensors.mark_written(slot.tensor for slot in slots(self._module, transient=True))
+        tensors.mark_written(self._tensors())
+        tensors.settle(self._tensors())
 
     def explain(self) -> str:
         """Say how many names are recorded, and which are the loader's and why."""
@@ -203,6 +208,9 @@ class LoadedModule:
                 f"{', '.join(map(repr, unread[:3]))}{more}"
             )
         return "\n".join(lines)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [slot.tensor for slot in slots(self._module, transient=True)]
 
     def _manifest(self) -> Manifest:
         if self._published is None:
