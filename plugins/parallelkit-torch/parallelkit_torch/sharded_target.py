@@ -20,7 +20,7 @@ from parallelkit.weights.layout import Region
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import sharding, tensors
-from parallelkit_torch.names import Slot, refuse_hidden_state
+from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state
 from parallelkit_torch.weights import ModuleSink
 
 _PARTS: Final = "its parts stay as they are while it is subscribed; subscribe it again"
@@ -110,6 +110,7 @@ class ShardedModuleSink:
                 if slot.holder.get(slot.key) is None:
                     raise ManifestError(f"tensor {slot.name!r} is no longer there; {KEEP}")
             return
+        refuse_frozen(self._module)
         found, held = self._find()
         self._held = _by_tensor(match(self._manifest, found), held)
         for spec, group, box in zip(self._manifest.unique, self._held, self._boxes, strict=True):

@@ -24,7 +24,7 @@ from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
-from parallelkit_torch.names import Slot, refuse_hidden_state, slots
+from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state, slots
 
 
 class _ModuleWeights:
@@ -212,8 +212,10 @@ class ModuleSink(_ModuleWeights):
         Raises:
             ManifestError: it has other names, dtypes, shapes or ties than `needs()`; or it cannot
                 be written, since several elements of a tensor share one place in memory (an
-                expanded tensor), or two tensors overlap. The tensors are named.
+                expanded tensor), or two tensors overlap. The tensors are named. Or compiled code
+                has weights as constants.
         """
+        refuse_frozen(self._module)
         groups = self._walked()
         live = [group[0].tensor for group in groups]
         identities = [tensors.identity(tensor) for tensor in live]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import threading
 
@@ -383,6 +384,19 @@ def test_a_script_module_is_refused_by_name() -> None:
     module = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ManifestError, match="'1' is a RecursiveScriptModule"):
         ModuleSource(module)
+
+
+def test_a_compiled_target_is_refused_while_its_weights_would_be_constants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = importlib.import_module("torch._inductor.config")
+    sink = ModuleSink(torch.compile(nn.Linear(2, 2), backend="eager"))
+    plain = ModuleSink(nn.Linear(2, 2))
+    sink.check()
+    monkeypatch.setattr(config, "freezing", True)
+    plain.check()
+    with pytest.raises(ManifestError, match=r"torch\._inductor\.config\.freezing is set"):
+        sink.check()
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from parallelkit.weights.inventory import KEEP
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
-from parallelkit_torch.names import Slot, slots, unwrap
+from parallelkit_torch.names import Slot, refuse_frozen, slots, unwrap
 from parallelkit_torch.placement.again import beside, left_out, written
 from parallelkit_torch.placement.observe import DTYPES, Notes, observe, observe_on_copy
 from parallelkit_torch.placement.proof import Proof, Routes, prove
@@ -105,6 +105,7 @@ class LoadedModule:
                 strides or tie than when the loader was watched; or there is a parameter that was
                 not, of which nobody knows whether the loader gives it a value.
         """
+        refuse_frozen(self._module)
         new = [name for name in _parameters(self._module) if name not in self._known]
         if new:
             more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
