@@ -35,7 +35,8 @@ class MemberReport:
         sources: pairs of a publisher rank and the bytes that it got from there.
         repeated: buckets that it had to fetch a second time, in place.
         live_tensors: tensors of which live memory was hashed, after they were placed.
-        staged_tensors: tensors of which the bytes were hashed as received only. They are copied
+        staged_tensors: tensors of which the bytes were hashed as received only, with
+            `verify="sample"` a sixteenth of them. They are copied
             from there, or a loader made something else of them that cannot be read back.
     """
 

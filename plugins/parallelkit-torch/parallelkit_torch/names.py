@@ -144,6 +144,17 @@ def _hidden_state(part: nn.Module) -> str:
     return ""
 
 
+def refuse_frozen(module: nn.Module) -> None:
+    """Raise `ManifestError` where compiled code may have weights folded into it as constants."""
+    config = sys.modules.get("torch._inductor.config")
+    if getattr(config, "freezing", False) and is_compiled(module):
+        raise ManifestError(
+            "the target is compiled and torch._inductor.config.freezing is set: compiled code has "
+            "its weights as constants then, and would go on with the old ones; set it to False "
+            "and compile again"
+        )
+
+
 def fits(pattern: str, name: str) -> bool:
     """Whether a plain module name fits a pattern; a star stops at a dot, as in a shell at a slash.
 

@@ -20,7 +20,7 @@ from parallelkit.weights.layout import Region
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import sharding, tensors
-from parallelkit_torch.names import Slot, refuse_hidden_state
+from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state
 from parallelkit_torch.weights import ModuleSink
 
 _PARTS: Final = "its parts stay as they are while it is subscribed; subscribe it again"
@@ -110,6 +110,7 @@ class ShardedModuleSink:
                 if slot.holder.get(slot.key) is None:
                     raise ManifestError(f"tensor {slot.name!r} is no longer there; {KEEP}")
             return
+        refuse_frozen(self._module)
         found, held = self._find()
         self._held = _by_tensor(match(self._manifest, found), held)
         for spec, group, box in zip(self._manifest.unique, self._held, self._boxes, strict=True):
@@ -121,8 +122,12 @@ class ShardedModuleSink:
         self._refuse_overlaps()
 
     def begin(self) -> None:
-        """Let parts be written; raises as `check` does."""
+        """Wait for what still reads the old values, and let parts be written.
+
+        Raises as `check` does.
+        """
         self.check()
+        tensors.settle(held.part for group in self._held for held in group)
         self._open = True
 
     def destination(self, index: int) -> memoryview | None:
@@ -152,6 +157,7 @@ class ShardedModuleSink:
         self._open = False
         everything = [t for group in self._held for held in group for t in held[:2]]
         tensors.mark_written({id(t): t for t in everything}.values())
+        tensors.settle(held.part for group in self._held for held in group)
 
     # --- inner parts
 

@@ -119,6 +119,7 @@ class ShardedModuleSource:
             if mine != self._roster:
                 raise ManifestError(f"{_difference(self._roster, mine)}; {_KEEP}")
             self._find_parts()
+            tensors.settle(self._parts.values())
 
     def begin(self) -> None:
         """Nothing: every rank has called `look`."""

@@ -146,6 +146,15 @@ def mark_written(written: Iterable[torch.Tensor]) -> None:
     getattr(parametrize, "_cache", {}).clear()
 
 
+def settle(held: Iterable[torch.Tensor]) -> None:
+    """Wait for everything that was asked of the devices of these tensors, in whatever stream.
+
+    A stream of its own may still read the old values, or not have written those to be published.
+    """
+    for device in {tensor.device for tensor in held if tensor.device.type not in ("cpu", "meta")}:
+        torch.accelerator.synchronize(device)
+
+
 def refuse_overlaps(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise `ManifestError` if writing one element of a target would change another."""
     for name, tensor in named:

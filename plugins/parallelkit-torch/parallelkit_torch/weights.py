@@ -24,7 +24,7 @@ from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
-from parallelkit_torch.names import Slot, refuse_hidden_state, slots
+from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state, slots
 
 
 class _ModuleWeights:
@@ -113,6 +113,7 @@ class ModuleSource(_ModuleWeights):
         """
         refuse_hidden_state(self._module)
         self._rewalk()
+        tensors.settle(self._all_tensors())
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         """Move every unique tensor into the host buffer of the same index, values included.
@@ -211,8 +212,10 @@ class ModuleSink(_ModuleWeights):
         Raises:
             ManifestError: it has other names, dtypes, shapes or ties than `needs()`; or it cannot
                 be written, since several elements of a tensor share one place in memory (an
-                expanded tensor), or two tensors overlap. The tensors are named.
+                expanded tensor), or two tensors overlap. The tensors are named. Or compiled code
+                has weights as constants.
         """
+        refuse_frozen(self._module)
         groups = self._walked()
         live = [group[0].tensor for group in groups]
         identities = [tensors.identity(tensor) for tensor in live]
@@ -223,8 +226,12 @@ class ModuleSink(_ModuleWeights):
             self._groups, self._writable = groups, identities
 
     def begin(self) -> None:
-        """Let tensors be written; raises as `check` does."""
+        """Wait for what still reads the old values, and let tensors be written.
+
+        Raises as `check` does.
+        """
         self.check()
+        tensors.settle(self._all_tensors())
         self._open = True
 
     def destination(self, index: int) -> memoryview | None:
@@ -241,6 +248,7 @@ class ModuleSink(_ModuleWeights):
         self._check_open("finish")
         self._open = False
         tensors.mark_written(self._all_tensors())
+        tensors.settle(self._all_tensors())
 
     def _check_open(self, what: str) -> None:
         if not self._open:

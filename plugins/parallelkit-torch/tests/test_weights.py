@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import threading
 
@@ -383,3 +384,38 @@ def test_a_script_module_is_refused_by_name() -> None:
     module = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ManifestError, match="'1' is a RecursiveScriptModule"):
         ModuleSource(module)
+
+
+def test_a_compiled_target_is_refused_while_its_weights_would_be_constants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = importlib.import_module("torch._inductor.config")
+    sink = ModuleSink(torch.compile(nn.Linear(2, 2), backend="eager"))
+    plain = ModuleSink(nn.Linear(2, 2))
+    sink.check()
+    monkeypatch.setattr(config, "freezing", True)
+    plain.check()
+    with pytest.raises(ManifestError, match=r"torch\._inductor\.config\.freezing is set"):
+        sink.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_forward_in_a_stream_of_its_own_keeps_the_values_that_it_began_with() -> None:
+    model = nn.Linear(4096, 4096, bias=False, device="cuda")
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    sink, x = ModuleSink(model), torch.ones(8, 4096, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        y = model(x)
+    sink.begin()
+    sink.write(0, memoryview(torch.full((4096 * 4096,), 2.0).view(torch.uint8).numpy()))
+    sink.finish()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        z = model(x)
+    torch.cuda.synchronize()
+    assert set(y.flatten().tolist()) == {4096.0}
+    assert set(z.flatten().tolist()) == {8192.0}

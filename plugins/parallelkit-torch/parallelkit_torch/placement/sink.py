@@ -21,7 +21,7 @@ from parallelkit.weights.inventory import KEEP
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
-from parallelkit_torch.names import Slot, slots, unwrap
+from parallelkit_torch.names import Slot, refuse_frozen, slots, unwrap
 from parallelkit_torch.placement.again import beside, left_out, written
 from parallelkit_torch.placement.observe import DTYPES, Notes, observe, observe_on_copy
 from parallelkit_torch.placement.proof import Proof, Routes, prove
@@ -105,6 +105,7 @@ class LoadedModule:
                 strides or tie than when the loader was watched; or there is a parameter that was
                 not, of which nobody knows whether the loader gives it a value.
         """
+        refuse_frozen(self._module)
         new = [name for name in _parameters(self._module) if name not in self._known]
         if new:
             more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
@@ -112,8 +113,12 @@ class LoadedModule:
         self._replay.check(keep=threading.current_thread().name != SERVE_THREAD)
 
     def begin(self) -> None:
-        """Let tensors be written; raises as `check` does."""
+        """Wait for what still reads the old values, and let tensors be written.
+
+        Raises as `check` does.
+        """
         self.check()
+        tensors.settle(self._tensors())
         self._pending.clear()
         self._open = True
 
@@ -168,7 +173,8 @@ class LoadedModule:
         if self._pending:
             self._load()
             self._known = frozenset(_parameters(self._module))  # a loader may make some
-        tensors.mark_written(slot.tensor for slot in slots(self._module, transient=True))
+        tensors.mark_written(self._tensors())
+        tensors.settle(self._tensors())
 
     def explain(self) -> str:
         """Say how many names are recorded, and which are the loader's and why."""
@@ -203,6 +209,9 @@ class LoadedModule:
                 f"{', '.join(map(repr, unread[:3]))}{more}"
             )
         return "\n".join(lines)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [slot.tensor for slot in slots(self._module, transient=True)]
 
     def _manifest(self) -> Manifest:
         if self._published is None:
