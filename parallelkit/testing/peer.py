@@ -123,6 +123,10 @@ class _Leave(Exception):
     """A subscriber was told to leave."""
 
 
+class _Strike(Exception):
+    """A fault comes now that cannot come within `step()`."""
+
+
 def main(role: str, settings: dict[str, Any]) -> None:
     """Run one role to its end."""
     model = sample_model(settings.get("value", 0.0), settings.get("elements", 1 << 16))
@@ -252,7 +256,12 @@ def _follow(subscriber: Any, model: Arrays, settings: dict[str, Any], fault: Fau
     def leave(number: int, frame: FrameType | None) -> None:
         raise _Leave
 
-    signal.signal(signal.SIGUSR1, lambda number, frame: fault.strike())
+    def strike(number: int, frame: FrameType | None) -> None:
+        if fault.act == "serve":
+            raise _Strike
+        fault.strike()
+
+    signal.signal(signal.SIGUSR1, strike)
     signal.signal(signal.SIGUSR2, lambda number, frame: look("state"))
     signal.signal(signal.SIGHUP, leave)
     while True:
@@ -260,6 +269,8 @@ def _follow(subscriber: Any, model: Arrays, settings: dict[str, Any], fault: Fau
             subscriber.step(settings.get("timeout", 30.0))
         except _Leave:
             return True
+        except _Strike:
+            fault.strike()
         except Exception as error:
             look("step", error)
             if isinstance(error, PeerLostError):
