@@ -57,6 +57,10 @@ $(BIN_VLLM)/python:
 $(VENV_VLLM)/.demo: $(BIN_VLLM)/python requirements/vllm.txt $(PROJECTS)
 	$(BIN_VLLM)/python -m pip install --quiet -r requirements/vllm.txt \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Without that index these come as builds for CUDA, which end vLLM as it starts beside torch's for
+# the CPU. A language model needs none of them.
+	$(if $(TORCH_INDEX),,$(BIN_VLLM)/python -m pip uninstall --quiet --yes \
+	    torchvision torchaudio torchcodec)
 	$(BIN_VLLM)/python -m pip install --quiet --no-deps -e . \
 	    $(foreach p,torch vllm,-e ./plugins/parallelkit-$(p))
 	@touch $@
