@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from parallelkit_vllm.answering import settle
+import torch
+from parallelkit_vllm.answering import StoreExchange, settle
 from parallelkit_vllm.errors import WorkerError
 
 SECONDS = 60.0
@@ -83,3 +84,70 @@ def test_an_engine_of_one_worker_raises_what_was_raised():
     with pytest.raises(KeyError):
         settle(raising(KeyError("x")), 0, None)
     assert settle(good, 0, None) == "good"
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_one_that_is_silent_is_named_by_the_last_alone(silent, caplog):
+    """Where the last is silent, nobody raises: vLLM waits for its answer, or knows it is dead."""
+    outcome = []
+    for rank in (r for r in range(3) if r != silent):
+        texts = [None if at == silent else b"" for at in range(3)]
+        try:
+            outcome.append(settle(good, rank, lambda mine, texts=texts: texts))
+        except WorkerError as error:
+            outcome.append(error)
+            assert error.ranks == (silent,)
+            assert f"worker {silent}: did not say in time" in str(error)
+    assert [type(x) for x in outcome] == (
+        [type(None)] * 2 if silent == 2 else [type(None), WorkerError]
+    )
+    assert "did not say in time" in caplog.text
+
+
+# --- by torch's store
+
+
+class Store:
+    """The exchanges of so many workers, and one round of them that takes so many seconds."""
+
+    def __init__(self, size):
+        self.store = torch.distributed.HashStore()
+        self.each = [StoreExchange(self.store, size, rank) for rank in range(size)]
+
+    def round(self, texts, seconds=SECONDS):
+        with ThreadPoolExecutor(len(texts)) as pool:
+            futures = {at: pool.submit(self.each[at], t, seconds) for at, t in texts.items()}
+            return {at: f.result(SECONDS) for at, f in futures.items()}
+
+
+def test_each_hears_all_round_by_round():
+    told = Store(3)
+    for i in range(5):
+        texts = [f"{rank} in {i}".encode() * (rank != 1) for rank in range(3)]
+        assert told.round(dict(enumerate(texts))) == dict.fromkeys(range(3), texts)
+    assert told.store.num_keys() <= 6 + 1  # two rounds, and one that torch keeps
+
+
+def test_a_round_without_one_ends_and_the_next_one_is_right():
+    """As if vLLM refused the call on one worker before it came to ours."""
+    told = Store(3)
+    told.round({0: b"a", 1: b"b", 2: b"c"})
+    for absent in range(3):
+        texts = {rank: b"old" for rank in range(3) if rank != absent}
+        heard = told.round(texts, 0.2)
+        for rank in texts:
+            assert heard[rank][absent] is None
+        assert told.round({0: b"x", 1: b"", 2: b"z"}) == {r: [b"x", b"", b"z"] for r in range(3)}
+
+
+def test_one_that_comes_late_does_not_shift_the_rounds():
+    told = Store(2)
+    assert told.round({1: b"early"}, 0.1) == {1: [None, b"early"]}
+    assert told.round({0: b"late"}, 0.1) == {0: [b"late", None]}
+    assert told.round({0: b"x", 1: b"y"}) == {r: [b"x", b"y"] for r in range(2)}
+
+
+def test_a_long_text_passes_the_store():
+    told = Store(2)
+    long = ("é" * 2048).encode()
+    assert told.round({0: long, 1: b""})[1] == [long, b""]

@@ -295,7 +295,7 @@ def pair(monkeypatch):
                 here.rank = self.__dict__["vllm_config"].parallel_config.rank
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(answering, "_exchange", lambda size: exchange)
+    monkeypatch.setattr(answering, "_exchange", lambda *told: exchange)
     return [Ranked(rank, 2) for rank in range(2)]
 
 
