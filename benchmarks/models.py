@@ -112,6 +112,21 @@ class Module:
         with self._torch.no_grad():
             self._torch._foreach_add_(list(self.target.parameters()), 1.0)
 
+    def randomise(self) -> None:
+        """Give matrices random values of a scale that a decoder computes with, norms ones."""
+        self._torch.manual_seed(0)
+        with self._torch.no_grad():
+            for name, p in self.target.named_parameters():
+                if p.dim() > 1:
+                    p.normal_(std=1.0 if "embed" in name else 1.5 / p.shape[1] ** 0.5)
+                elif name.endswith("bias"):
+                    p.normal_(std=0.1)
+
+    def negate(self) -> None:
+        """Change every element, and every value that is computed; twice is back again."""
+        with self._torch.no_grad():
+            self._torch._foreach_neg_(list(self.target.parameters()))
+
     def state(self) -> dict[str, Any]:
         return self.target.state_dict()
 

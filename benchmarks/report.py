@@ -190,6 +190,24 @@ def placement_tables(result: Result) -> list[str]:
     return [markdown(columns, result["rows"]), goal_table(result)]
 
 
+def vllm_tables(result: Result) -> list[str]:
+    columns = (
+        *("size", "tensors", "arm", "update ms", "low ms", "high ms", "GB/s", "of memcpy"),
+        *("pause ms", "pause low ms", "pause high ms", "times slower", "times longer pause"),
+    )
+    rows = result["rows"]
+    parts = [
+        markdown(columns, rows),
+        goal_table(result),
+        "Phases, medians in milliseconds:",
+        markdown(("size", "arm", "phases"), rows),
+    ]
+    if peers := result["parameters"]["peers"]:
+        names = ("size", "nbytes", "memcpy ms", "memcpy GB/s", "engine up s")
+        parts += ["In the same run:", markdown(names, peers)]
+    return parts + missing_lines(result)
+
+
 def soak_tables(result: Result) -> list[str]:
     columns = (
         *("process", "updates", "MB at first", "MB at last", "bytes an update", "error"),
@@ -220,6 +238,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "tcp": tcp_tables,
     "placement": placement_tables,
     "soak": soak_tables,
+    "vllm": vllm_tables,
 }
 
 

@@ -29,6 +29,7 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
 )
 from parallelkit_vllm import sharing
+from parallelkit_vllm.answering import answer
 from parallelkit_vllm.receiving import Receiver, prepare
 from parallelkit_vllm.sharing import SharedWeights, share_weights
 from parallelkit_vllm.sink import DTYPES
@@ -56,6 +57,8 @@ class WorkerExtension:
     For `worker_extension_cls="parallelkit_vllm.compat.WorkerExtension"`; the methods are called by
     `collective_rpc`. The engine must not have requests under way when the last tensor comes, and
     its prefix cache has to be reset afterwards (`llm.reset_prefix_cache()`).
+
+    In an engine of several workers, an error of any of them is a `WorkerError` of the last one.
     """
 
     model_update_group: StatelessGroup | None
@@ -77,17 +80,7 @@ class WorkerExtension:
             EngineCheckpointError: what the engine needs cannot be found out.
             See `stateless_init_process_group`.
         """
-        _receiver(self).forget()
-        _leave(self)
-        rank = _rank(self) + rank_offset
-        try:
-            self.model_update_group = stateless_init_process_group(
-                master_address, master_port, rank, world_size, _device(self)
-            )
-        except RendezvousTimeoutError as error:
-            raise RendezvousTimeoutError(
-                f"{error}. Also, {_TOGETHER}", missing=error.missing
-            ) from error
+        answer(self, lambda: _join(self, master_address, master_port, rank_offset, world_size))
 
     def update_weight(self, name: str, dtype: Any, shape: Any) -> None:
         """Receive one tensor, which the trainer broadcasts from rank 0 at the same time.
@@ -110,23 +103,7 @@ class WorkerExtension:
             ReloadError: the engine's loader failed: its weights are of no version until another
                 update is complete.
         """
-        group = getattr(self, "model_update_group", None)
-        if group is None:
-            raise StateError("update_weight was called before init_weight_update_group")
-        receiver = _receiver(self)
-        try:
-            admitted = receiver.admit(name, dtype, shape)
-        except ParallelKitError as error:
-            group.refuse(str(error))
-            raise
-        tensor = torch.empty(admitted.spec.shape, dtype=DTYPES[admitted.spec.dtype])
-        try:
-            group.broadcast(tensor, src=0)
-        except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(
-                f"{name!r} did not come: {error}. Also, {_TOGETHER}", missing=error.missing
-            ) from error
-        receiver.take(admitted, prepare(admitted, tensor))
+        answer(self, lambda: _update(self, name, dtype, shape))
 
     def check_weights_changed(self) -> bool:
         """Whether an update took effect.
@@ -141,7 +118,7 @@ class WorkerExtension:
         Packed layers are seen by what they compute: a change that is less than the rounding of all
         of 64 random outputs is not noticed.
         """
-        return _receiver(self).changed()
+        return bool(answer(self, lambda: _receiver(self).changed()))
 
 
 class ColocateWorkerExtension:
@@ -156,7 +133,7 @@ class ColocateWorkerExtension:
 
     def report_device_id(self) -> str:
         """Name the memory that this worker reads: the key of its handles."""
-        _receiver(self)
+        answer(self, lambda: _receiver(self))
         self.device_uuid = sharing.device_id()
         return self.device_uuid
 
@@ -177,30 +154,67 @@ class ColocateWorkerExtension:
             CorruptionError: handles that are not the newest.
             NonFiniteError, ReloadError: see `WorkerExtension.update_weight`.
         """
-        receiver = _receiver(self)
-        mine = ipc_handles.get(sharing.device_id()) if isinstance(ipc_handles, dict) else None
-        if not isinstance(mine, dict):
-            keys = list(ipc_handles) if isinstance(ipc_handles, dict) else type(ipc_handles)
-            raise ManifestError(
-                f"there are no handles for {sharing.device_id()!r}, only {keys!r:.300}; the "
-                "trainer makes them by parallelkit_vllm.share_weights(model).handles(), on the "
-                "same host"
-            )
-        checked = []
-        for name, given in mine.items():
-            handle, spec = sharing.parse(name, given)
-            checked.append((handle, receiver.admit(name, spec.dtype, spec.shape)))
-        with sharing.Reader() as reader:
-            taken = [(a, prepare(a, reader.read(handle, a.spec))) for handle, a in checked]
-        for admitted, tensor in taken:
-            receiver.take(admitted, tensor)
+        answer(self, lambda: _update_from(self, ipc_handles))
 
     def check_weights_changed(self) -> bool:
         """Whether an update took effect; see `WorkerExtension.check_weights_changed`."""
-        return _receiver(self).changed()
+        return bool(answer(self, lambda: _receiver(self).changed()))
 
 
 # --- functions, since a worker must have no other attributes of ours -----------------------------
+
+
+def _join(worker: Any, address: str, port: int, rank_offset: int, world_size: int) -> None:
+    _receiver(worker).forget()
+    _leave(worker)
+    rank = _rank(worker) + rank_offset
+    try:
+        worker.model_update_group = stateless_init_process_group(
+            address, port, rank, world_size, _device(worker)
+        )
+    except RendezvousTimeoutError as error:
+        raise RendezvousTimeoutError(
+            f"{error}. Also, {_TOGETHER}", missing=error.missing
+        ) from error
+
+
+def _update(worker: Any, name: str, dtype: Any, shape: Any) -> None:
+    group = getattr(worker, "model_update_group", None)
+    if group is None:
+        raise StateError("update_weight was called before init_weight_update_group")
+    receiver = _receiver(worker)
+    try:
+        admitted = receiver.admit(name, dtype, shape)
+    except ParallelKitError as error:
+        group.refuse(str(error))
+        raise
+    tensor = torch.empty(admitted.spec.shape, dtype=DTYPES[admitted.spec.dtype])
+    try:
+        group.broadcast(tensor, src=0)
+    except CollectiveTimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"{name!r} did not come: {error}. Also, {_TOGETHER}", missing=error.missing
+        ) from error
+    receiver.take(admitted, prepare(admitted, tensor))
+
+
+def _update_from(worker: Any, ipc_handles: Any) -> None:
+    receiver = _receiver(worker)
+    mine = ipc_handles.get(sharing.device_id()) if isinstance(ipc_handles, dict) else None
+    if not isinstance(mine, dict):
+        keys = list(ipc_handles) if isinstance(ipc_handles, dict) else type(ipc_handles)
+        raise ManifestError(
+            f"there are no handles for {sharing.device_id()!r}, only {keys!r:.300}; the trainer "
+            "makes them by parallelkit_vllm.share_weights(model).handles(), on the same host"
+        )
+    checked = []
+    for name, given in mine.items():
+        handle, spec = sharing.parse(name, given)
+        checked.append((handle, receiver.admit(name, spec.dtype, spec.shape)))
+    with sharing.Reader() as reader:
+        taken = [(a, prepare(a, reader.read(handle, a.spec))) for handle, a in checked]
+    for admitted, tensor in taken:
+        receiver.take(admitted, tensor)
 
 
 def _receiver(worker: Any) -> Receiver:

@@ -33,3 +33,15 @@ class ReloadError(WeightTransferError):
     def __init__(self, message: str, *, layers: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.layers = tuple(layers)
+
+
+class WorkerError(WeightTransferError):
+    """A call failed on some of an engine's workers; the message has each one's error.
+
+    Attributes:
+        ranks: those workers.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)

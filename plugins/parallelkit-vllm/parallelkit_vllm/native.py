@@ -1,7 +1,9 @@
 """The weight-transfer engine `parallelkit`, as vLLM makes one in each worker.
 
 vLLM's start is a check, its update puts a staged version in place and may raise, its finish does
-nothing that can fail. Bytes travel before: a thread of each worker stages every version.
+nothing that can fail. Bytes travel before: a thread of each worker stages every version. In an
+engine of several workers, an error of any of them is a `WorkerError` of the last one; then call
+finish_weight_update before the next start, since the others have the update open still.
 
 Use with `publisher.attach(engine)`, or by hand:
 
@@ -26,6 +28,7 @@ import torch
 from parallelkit.errors import PeerLostError, QuarantinedError, StateError, UpdateTimeoutError
 from parallelkit.weights.joining import subscribe_weights
 from parallelkit.weights.subscriber import WeightSubscriber
+from parallelkit_vllm.answering import answer
 from parallelkit_vllm.errors import EngineRequestError, EngineVersionError
 from parallelkit_vllm.register import BACKEND
 from parallelkit_vllm.reload import asleep, opened
@@ -35,6 +38,10 @@ from parallelkit_vllm.versions import RANGE, need
 #: Seconds for joining, or for a version to be staged, where a request says nothing.
 TIMEOUT: Final = 60.0
 _POLL_SECONDS: Final = 0.005
+#: How much longer than one worker another may take, beyond what a request lets it: to load.
+_GRACE_SECONDS: Final = 300.0
+#: The same for a check.
+_CHECK_SECONDS: Final = 60.0
 
 
 def _seconds(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
@@ -118,15 +125,21 @@ class Transfer:
             "parallelkit's trainer side is pk.publish_weights(model) and publisher.update()"
         )
 
-    def parse_init_info(self, init_dict: Any) -> InitInfo:
-        """Check `init_info`; raises `EngineRequestError`."""
-        return _parsed(InitInfo, init_dict, "init_info")
+    def parse_init_info(self, init_dict: Any) -> InitInfo | None:
+        """Check `init_info`; None on all but the last of several workers if it is refused.
+
+        Raises:
+            EngineRequestError: it has other fields; from several workers a `WorkerError`.
+        """
+        return answer(
+            self, lambda: _parsed(InitInfo, init_dict, "init_info"), seconds=_CHECK_SECONDS
+        )
 
     def parse_update_info(self, update_dict: Any) -> UpdateInfo:
         """Check `update_info`; raises `EngineRequestError`."""
         return _parsed(UpdateInfo, update_dict, "update_info")
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: InitInfo | None) -> None:
         """Join the publisher, compare what it has with what is needed here, and follow.
 
         From then on a thread stages every version that is published. Each worker joins as the
@@ -137,7 +150,13 @@ class Transfer:
             ManifestMismatchError: other weights are published than this engine has.
             TicketError, PeerLostError, UpdateTimeoutError, TransportError: see
                 `pk.subscribe_weights`.
+            WorkerError: any of these, from several workers.
         """
+        if init_info is not None:  # else it was refused, and the last worker says so
+            seconds = init_info.timeout + _GRACE_SECONDS
+            answer(self, lambda: self._join(init_info), seconds=seconds)
+
+    def _join(self, init_info: InitInfo) -> None:
         now = self._subscriber
         if now is not None and now.connected:
             raise StateError(
@@ -176,7 +195,11 @@ class Transfer:
 
         Raises:
             StateError: no publisher is followed, weights are asleep, or an update is open.
+            WorkerError: any of these, from several workers.
         """
+        answer(self, self._check_ready, seconds=_CHECK_SECONDS)
+
+    def _check_ready(self) -> None:
         self._followed("start_weight_update")
         if asleep():
             raise StateError(
@@ -200,7 +223,11 @@ class Transfer:
             PeerLostError: it was not staged, and the publisher is gone; nothing was touched.
             StateError: a newer version is here; nothing was touched.
             QuarantinedError: the loader failed; the layers are of no version until another update.
+            WorkerError: any of these, from several workers.
         """
+        answer(self, lambda: self._update(update_info), seconds=_patience(update_info))
+
+    def _update(self, update_info: Any) -> None:
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":  # raises in a process without an accelerator
             torch.accelerator.synchronize()
@@ -236,6 +263,15 @@ class Transfer:
                 'init_weight_transfer_engine({"init_info": {"ticket": ticket}})'
             )
         return self._subscriber
+
+
+def _patience(update_info: Any) -> float:
+    """How long one worker waits for the others: each may wait twice, and then loads."""
+    try:
+        timeout = _parsed(UpdateInfo, update_info, "update_info").timeout
+    except EngineRequestError:  # by all of them alike; said where the request is checked
+        timeout = TIMEOUT
+    return 2 * timeout + _GRACE_SECONDS
 
 
 def _await_staged(subscriber: WeightSubscriber, asked: int, timeout: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,10 +17,10 @@ import tiny
 torch = pytest.importorskip("torch")
 
 import parallelkit_vllm
-from parallelkit_vllm import checkpoint, compat, receiving
+from parallelkit_vllm import answering, checkpoint, compat, receiving
 from parallelkit_vllm.compare import Needed, compare
 from parallelkit_vllm.compat import ColocateWorkerExtension, WorkerExtension
-from parallelkit_vllm.errors import EngineVersionError, ReloadError
+from parallelkit_vllm.errors import EngineVersionError, ReloadError, WorkerError
 from parallelkit_vllm.sharing import share_weights
 from parallelkit_vllm.stateless import stateless_init_process_group
 
@@ -275,14 +276,54 @@ def test_a_loader_that_fails_is_told_until_an_update_works(worker, trainer, monk
     assert worker.check_weights_changed() is True
 
 
-def test_several_workers_take_part():
-    workers = [Worker(rank, 2) for rank in range(2)]
-    trainer = Trainer(workers)
+@pytest.fixture
+def pair(monkeypatch):
+    """Two workers of one engine, which tell each other by memory."""
+    told, barrier = {}, threading.Barrier(2)
+    here = threading.local()
+
+    def exchange(mine):
+        told[here.rank] = mine
+        barrier.wait(SECONDS)
+        texts = [told[0], told[1]]
+        barrier.wait(SECONDS)
+        return texts
+
+    class Ranked(Worker):
+        def __getattribute__(self, name):
+            if name == "vllm_config":
+                here.rank = self.__dict__["vllm_config"].parallel_config.rank
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(answering, "_exchange", lambda *told: exchange)
+    return [Ranked(rank, 2) for rank in range(2)]
+
+
+def test_several_workers_take_part(pair):
+    trainer = Trainer(pair)
     try:
-        assert [w.model_update_group.rank for w in workers] == [1, 2]
+        assert [w.model_update_group.rank for w in pair] == [1, 2]
         for name in SHAPES:
             trainer.send(name)
-        assert [set(w.now.values()) for w in workers] == [{2.0}, {2.0}]
+        assert [set(w.now.values()) for w in pair] == [{2.0}, {2.0}]
+        assert trainer.results(trainer.rpc("check_weights_changed")) == [True, True]
+    finally:
+        trainer.end()
+
+
+def test_of_several_workers_the_last_says_what_is_wrong(pair):
+    trainer = Trainer(pair)
+    try:
+        first, last = trainer.rpc("update_weight", "c", "bfloat16", (3,))
+        with pytest.raises(CollectiveError, match=r"rank\(s\) 1, 2: refuses: "):
+            trainer.group.broadcast(torch.ones(3), src=0)
+        assert first.result(SECONDS) is None
+        with pytest.raises(WorkerError, match="worker 0, 1: ManifestMismatchError: ") as caught:
+            last.result(SECONDS)
+        assert caught.value.ranks == (0, 1)
+        for name in SHAPES:
+            trainer.send(name)
+        assert [set(w.now.values()) for w in pair] == [{2.0}, {2.0}]
     finally:
         trainer.end()
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,11 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from parallelkit_vllm import native, register, reload, versions
-from parallelkit_vllm.errors import EngineRequestError, EngineVersionError
+from parallelkit_vllm import answering, native, register, reload, versions
+from parallelkit_vllm.errors import EngineRequestError, EngineVersionError, WorkerError
 from parallelkit_vllm.versions import EngineVersionWarning, check_version, numbers, takes
 
 from parallelkit.errors import PeerLostError, QuarantinedError, StateError, UpdateTimeoutError
-
-VLLM = {
-    "parallel_config": SimpleNamespace(rank=1, world_size=2, data_parallel_index=3),
-    "model_config": None,
-}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +149,9 @@ class Until24:
         self.config, self.parallel_config, self.model = config, parallel_config, model
 
 
-def made(base=Since29):
-    config = SimpleNamespace(**VLLM)
+def made(base=Since29, rank=0, size=1):
+    parallel = SimpleNamespace(rank=rank, world_size=size, data_parallel_index=3)
+    config = SimpleNamespace(parallel_config=parallel, model_config=None)
     return native.engine_class(base)(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
 
 
@@ -162,7 +159,7 @@ def made(base=Since29):
 def test_one_class_for_every_version(version):
     engine = made(BASES[version])
     assert isinstance(engine, BASES[version])
-    assert engine.member == 3 * 2 + 1
+    assert (engine.member, made(BASES[version], 1, 2).member) == (3, 3 * 2 + 1)
     assert engine.version == 0
     assert not engine.supports_draft_weight_update
     info = engine.parse_init_info({"ticket": "t"})
@@ -319,7 +316,7 @@ def test_one_publisher_at_a_time(engine, monkeypatch):
     engine.init_transfer_engine(info)
     assert first.closed
     assert engine._subscriber is second
-    assert asked == {"member": 7, "timeout": 60.0}
+    assert asked == {"member": 3, "timeout": 60.0}
     engine.shutdown()
     assert second.closed
     with pytest.raises(StateError, match="before a publisher is followed"):
@@ -368,6 +365,78 @@ def test_weights_that_sleep_are_not_updated(engine, monkeypatch):
     engine.start_weight_update()
     assert reload.clear_kv(config) == 1
     assert not layer.kv_cache.any()
+
+
+# --- several workers of one engine
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Make a call on both workers of an engine; gives what each returned or raised."""
+    monkeypatch.setattr(native, "opened", lambda model: False)
+    found = [made(Since29, rank, 2) for rank in range(2)]
+    for worker in found:
+        worker._subscriber = Subscriber(staged=2)
+    store = torch.distributed.HashStore()
+    told = [answering.StoreExchange(store, 2, rank) for rank in range(2)]
+    patience = []
+
+    def exchange(size, rank, seconds):
+        patience.append(seconds)
+        return lambda mine: told[rank](mine, 30.0)
+
+    monkeypatch.setattr(answering, "_exchange", exchange)
+
+    def each(call):
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(call, worker) for worker in found]
+            return [f.exception(60.0) or f.result() for f in futures]
+
+    each.found, each.patience = found, patience
+    return each
+
+
+def test_an_update_that_fails_on_the_first_worker_is_told_by_the_last(workers):
+    first, last = workers.found
+
+    def broken(timeout):
+        raise QuarantinedError("half in place")
+
+    first._subscriber.step = broken
+    assert workers(lambda w: w.start_weight_update()) == [None, None]
+    one, other = workers(lambda w: w.update_weights({"version": 2, "timeout": 10}))
+    assert one is None
+    assert isinstance(other, WorkerError)
+    assert str(other) == "worker 0: QuarantinedError: half in place"
+    assert last.version == 2
+    assert workers.patience == [60.0] * 2 + [320.0] * 2
+    del first._subscriber.step
+    for worker in workers.found:
+        worker._subscriber.staged = 3
+    assert workers(lambda w: w.update_weights({})) == [None, None]
+    assert (first.version, last.version) == (3, 3)
+
+
+def test_a_start_that_one_worker_refuses_is_told_by_the_last(workers):
+    workers.found[0]._subscriber = None
+    one, other = workers(lambda w: w.start_weight_update())
+    assert one is None
+    assert isinstance(other, WorkerError)
+    assert "worker 0: StateError: start_weight_update before" in str(other)
+
+
+def test_what_all_workers_refuse_is_told_once(workers):
+    def init(worker):  # as vLLM's worker does
+        return worker.init_transfer_engine(worker.parse_init_info({"ticket": ""}))
+
+    for refused in (init, lambda w: w.update_weights({"names": []})):
+        one, other = workers(refused)
+        assert one is None
+        assert isinstance(other, WorkerError)
+        assert "worker 0, 1: EngineRequestError: " in str(other)
+    one, other = workers(lambda w: w.init_transfer_engine(w.parse_init_info({"ticket": "t"})))
+    assert one is None
+    assert "worker 0, 1: StateError: this worker follows a publisher already" in str(other)
 
 
 # --- the entry point

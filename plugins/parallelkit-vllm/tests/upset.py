@@ -12,12 +12,18 @@ class Upset:
     """For `worker_extension_cls="upset.Upset"`."""
 
     weight_transfer_engine: Any
+    rank: int
 
-    def upset_next_load(self, how: str, seconds: float = 0.0) -> None:
+    def which_rank(self) -> int:
+        return self.rank
+
+    def upset_next_load(self, how: str, seconds: float = 0.0, rank: int | None = None) -> None:
         """The next update of this worker's weights breaks off half way: `raise`, `die` or `hang`.
 
-        `hang` takes so many seconds and then goes on.
+        `hang` takes so many seconds and then goes on. With a rank, that worker's alone.
         """
+        if rank not in (None, self.rank):
+            return
         model = self.weight_transfer_engine.model
         whole = model.load_weights
 

@@ -8,6 +8,7 @@ whether the engine is alive is looked at meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -245,24 +246,26 @@ class Coroutines:
             RuntimeError: the engine died meanwhile; the call itself never returns then.
         """
         answer: list[Any] = []
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def run() -> None:
             try:
                 answer.append((function(), None))
             except BaseException as error:
                 answer.append((None, error))
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(ended.set)
 
         thread = threading.Thread(target=run, name=f"parallelkit {what}", daemon=True)
         self._running = {t: w for t, w in self._running.items() if t.is_alive()}
         self._running[thread] = what
         thread.start()
-        nap = 0.0005
         while not answer:
             if self.errored:
                 self._running.pop(thread, None)
                 raise RuntimeError(self.dead_error)
-            await asyncio.sleep(nap)
-            nap = min(2 * nap, _LOOK_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
         self._running.pop(thread, None)
         value, error = answer[0]
         if error is not None:

@@ -99,8 +99,9 @@ def warm() -> None:
         warnings.simplefilter("ignore")
         import vllm
         from vllm import LLM  # noqa: F401
+
+        _pack()  # which in vLLM 0.28 imports more
     assert vllm.__version__
-    _pack()
 
 
 def _pack() -> None:

@@ -1,7 +1,8 @@
 """What a script for vLLM's RLHF example does, with parallelkit's names imported.
 
-`python rlhf.py broadcast|colocate <checkpoint of the engine> <checkpoint of the trainer>` prints
-what it saw, as JSON. The engine has processes of its own; the trainer is this process.
+`python rlhf.py broadcast|colocate <checkpoint of the engine> <checkpoint of the trainer> <workers>`
+prints what it saw, as JSON. The engine has processes of its own; the trainer is this process.
+With several workers a fresh engine of as many is asked first, since tokens may differ from one's.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ def get_open_port() -> int:
 
 def broadcast(llm: Any, model: torch.nn.Module, told: dict[str, Any]) -> None:
     """The example with one trainer and one engine."""
+    size = 1 + llm.llm_engine.vllm_config.parallel_config.world_size
     before = listens()
     pool = ThreadPoolExecutor(1)
     master_address, master_port = "127.0.0.1", get_open_port()
     handle = pool.submit(
-        llm.collective_rpc, "init_weight_update_group", args=(master_address, master_port, 1, 2)
+        llm.collective_rpc, "init_weight_update_group", args=(master_address, master_port, 1, size)
     )
     model_update_group = stateless_init_process_group(
-        master_address, master_port, 0, 2, torch.device("cpu")
+        master_address, master_port, 0, size, torch.device("cpu")
     )
     handle.result()
     told["listens"] = [a for a in listens() if a not in before]
@@ -89,7 +91,7 @@ def broadcast(llm: Any, model: torch.nn.Module, told: dict[str, Any]) -> None:
 
 def colocate(llm: Any, model: torch.nn.Module, told: dict[str, Any]) -> None:
     """The example with a trainer and an engine on one device."""
-    (device,) = llm.collective_rpc("report_device_id")
+    device, *_ = llm.collective_rpc("report_device_id")
     with share_weights(model) as shared:
         ipc_handles = shared.handles()
         assert list(ipc_handles) == [device]
@@ -108,13 +110,19 @@ def colocate(llm: Any, model: torch.nn.Module, told: dict[str, Any]) -> None:
         assert all(llm.collective_rpc("check_weights_changed"))
 
 
-def main(how: str, old: str, new: str) -> None:
+def main(how: str, old: str, new: str, workers: str = "1") -> None:
     from transformers import AutoModelForCausalLM
     from vllm import LLM
 
+    engine = ENGINE | {"tensor_parallel_size": int(workers)}
     extension = {"broadcast": "WorkerExtension", "colocate": "ColocateWorkerExtension"}[how]
-    llm = LLM(model=old, worker_extension_cls=f"parallelkit_vllm.compat.{extension}", **ENGINE)
-    told: dict[str, Any] = {"before": tiny.greedy(llm)}
+    told: dict[str, Any] = {}
+    if int(workers) > 1:
+        fresh = LLM(model=new, **engine)
+        told["fresh"] = tiny.greedy(fresh)
+        fresh.llm_engine.engine_core.shutdown()
+    llm = LLM(model=old, worker_extension_cls=f"parallelkit_vllm.compat.{extension}", **engine)
+    told["before"] = tiny.greedy(llm)
     told["unchanged"] = llm.collective_rpc("check_weights_changed")
     model = AutoModelForCausalLM.from_pretrained(new)
     told["dtype"] = str(model.dtype)

@@ -23,11 +23,13 @@ SECONDS = 580.0
 LOOPBACK = "0100007F"
 
 
-def example(how, old, new):
+def example(how, old, new, workers=1):
     """Run the example in a process of its own, whose engine starts two more."""
     env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    if workers > 1:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # one core for each
     process = subprocess.Popen(
-        [sys.executable, str(JOB), how, str(old), str(new)],
+        [sys.executable, str(JOB), how, str(old), str(new), str(workers)],
         env=env | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -75,6 +77,19 @@ def test_the_example_with_shared_memory(checkpoint, fresh):
     told = example("colocate", checkpoint(0, tied=True), checkpoint(1, tied=True))
     check_example(told, fresh, tied=True)
     assert "Use the newest handles" in told["stale"]
+
+
+@pytest.mark.slow
+def test_the_example_with_two_workers(checkpoint):
+    """An error of both is read once, and the calls after it get their own answers."""
+    told = example("broadcast", checkpoint(0), checkpoint(1), 2)
+    assert told["after"] == told["fresh"] != told["before"]
+    assert told["half"] == told["before"]
+    assert (told["unchanged"], told["half changed"]) == ([False] * 2, [False] * 2)
+    assert told["changed"] == [True] * 2
+    trainer, engine = told["refused"]
+    assert "rank(s) 1, 2: refuses: " in trainer
+    assert "worker 0, 1: ManifestMismatchError" in engine
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -15,7 +15,10 @@ SECONDS = 580.0
 
 
 def test_two_ranks_follow(checkpoint):
-    """Tokens equal those of a fresh engine of two ranks, cached prefixes included."""
+    """Tokens equal those of a fresh engine of two ranks, cached prefixes included.
+
+    So they do after updates that failed on one rank, the first or the last.
+    """
     env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     # one core for each rank: `auto` wants as many NUMA nodes as ranks, `nobind` is far slower
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -42,3 +45,9 @@ def test_two_ranks_follow(checkpoint):
     ranks = [name.partition(" (pid")[0].rpartition(".")[2] for name, _, _ in told["members"]]
     assert sorted(ranks) == ["0", "1"]
     assert told["engines"] == [["committed", "1"]]
+    assert [u["tokens"] for u in told["upset"]] == [told["before"], told["fresh"]]
+    for rank, upset in enumerate(told["upset"]):
+        assert f"worker {rank}: " in upset["failed"]
+        assert f"worker {1 - rank}: " not in upset["failed"]
+        assert upset["ranks"] == [0, 1]
+        assert upset["states"] == ["committed"] * 3

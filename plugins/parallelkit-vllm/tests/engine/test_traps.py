@@ -43,7 +43,15 @@ def follow(trainer):
 
     yield begin
     for llm in followers:
+        leave(llm)
+
+
+def leave(llm):
+    """Let an engine follow nobody, by vLLM's call where it has one."""
+    if hasattr(worker(llm), "shutdown_weight_transfer_engine"):  # from 0.32
         llm.llm_engine.collective_rpc("shutdown_weight_transfer_engine")
+    else:
+        transfer(llm).shutdown()
 
 
 def put_in_place(llm, **info):
@@ -134,6 +142,8 @@ def test_t02_packed_layers_are_loaded_anew(native, follow, trainer, fresh):
 
 def test_t03_what_counts_is_the_digest_of_the_staged_bytes(native, follow, trainer):
     """vLLM's own checksums do not see packed layers change."""
+    if not hasattr(worker(native), "compute_weight_checksums"):
+        pytest.skip("this vLLM has no checksums of its own; they came with 0.32")
     follow(native, tiny.tensors(0))
 
     def sums():
@@ -252,7 +262,7 @@ def test_t12_shared_memory_is_nobodys_to_unlink(native, follow, trainer, capfd):
         follow(native, tiny.tensors(0))
         trainer.update(tiny.tensors(seed))
         put_in_place(native)
-        native.llm_engine.collective_rpc("shutdown_weight_transfer_engine")
+        leave(native)
         assert trainer.update(tiny.tensors(seed + 1))["version"] == 2
     assert getattr(resource_tracker._resource_tracker, "_pid", None) == known
     assert "resource_tracker" not in capfd.readouterr().err
