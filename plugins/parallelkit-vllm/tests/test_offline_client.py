@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,7 @@ class FakeCore:
 
     def __init__(self):
         self.resources = SimpleNamespace(engine_dead=False)
+        self.utility_results = {}
         self.calls = []
         self.fails = {}
         self.dies = ""
@@ -63,7 +65,8 @@ class FakeCore:
         if name == self.dies:
             self.resources.engine_dead = True
         if self.resources.engine_dead:
-            self.released.wait()  # vLLM's own future never ends
+            waits = self.utility_results[len(self.calls)] = Future()  # which vLLM never ends
+            waits.result()
         if name == self.hangs:
             self.released.wait()
         if name in self.fails:
@@ -275,6 +278,10 @@ def test_t10_an_engine_that_dies_is_lost_at_once(attached, step):
         update(client, 1)
     assert time.monotonic() - began < 3.0
     assert caught.value.peers == ("rollouts",)
+    deadline = time.monotonic() + SECONDS  # and the thread that waited for it is let go
+    while any(thread.name == f"parallelkit {step}" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     client.quarantine("dead")
     with pytest.raises(PeerLostError, match="rollouts is dead"):
         client.begin(2, timeout=SECONDS)

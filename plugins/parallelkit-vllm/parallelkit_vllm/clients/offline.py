@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import InvalidStateError
 from typing import Any, Final
 
 from parallelkit.errors import EngineError, StateError, WeightTransferError
@@ -263,6 +264,7 @@ class Coroutines:
         while not answer:
             if self.errored:
                 self._running.pop(thread, None)
+                self._release()
                 raise RuntimeError(self.dead_error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
@@ -271,3 +273,9 @@ class Coroutines:
         if error is not None:
             raise error
         return value
+
+    def _release(self) -> None:
+        """Let threads go that wait in vLLM for answers of an engine that is dead."""
+        for future in list(getattr(self._core, "utility_results", {}).values()):
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(RuntimeError(self.dead_error))

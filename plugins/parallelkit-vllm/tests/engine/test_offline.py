@@ -21,8 +21,11 @@ SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def llm(make_engine, checkpoint):
+def llm(warm, make_engine, checkpoint):
     """In processes of its own, with a worker that can be made to fail."""
+    from vllm import envs
+
+    envs.disable_envs_cache()  # an engine that was started before keeps what variables were then
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         made = make_engine(
