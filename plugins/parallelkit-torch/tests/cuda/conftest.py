@@ -6,7 +6,6 @@ from collections import Counter
 
 import attrs
 import pytest
-
 from parallelkit_torch.cuda.driver import Allocation
 from parallelkit_torch.cuda.errors import IpcError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-
 from parallelkit_torch.cuda import kernel
 from parallelkit_torch.cuda.digest import digest_of, finish
 from parallelkit_torch.cuda.table import SOURCE, TARGET, build_table

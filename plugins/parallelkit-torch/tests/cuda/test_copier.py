@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from parallelkit.errors import StateError
 from parallelkit_torch.cuda.copier import Copier
 from parallelkit_torch.cuda.digest import digest_of
 from parallelkit_torch.cuda.errors import IpcError, TableError
 from parallelkit_torch.cuda.memory import bytes_at
 from parallelkit_torch.cuda.table import Table, build_table
+
+from parallelkit.errors import StateError
 
 CPU = torch.device("cpu")
 OFFSETS, SIZES, BLOCKS = [0, 103, 5000, 9000], [96, 4096, 0, 3001], [0, 1, 1, 0]

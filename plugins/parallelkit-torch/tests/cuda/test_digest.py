@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from parallelkit_torch.cuda.digest import FIRST, SECOND, STEP, digest_of, sum_of
 
 Array = np.ndarray[Any, Any]

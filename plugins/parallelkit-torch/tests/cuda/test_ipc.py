@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from parallelkit.errors import StateError
 from parallelkit_torch.cuda import ipc
 from parallelkit_torch.cuda.errors import IpcError
 from parallelkit_torch.cuda.ipc import Exports, Imports, extent
 from parallelkit_torch.cuda.sheet import Sheet
+
+from parallelkit.errors import StateError
 
 FIRST, SECOND, PEER = 1 << 30, (1 << 30) + (1 << 20), 1 << 40
 

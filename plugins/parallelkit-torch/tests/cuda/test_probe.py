@@ -7,12 +7,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
-
-from parallelkit.specs import HostIdentity
 from parallelkit_torch.cuda import probe
 from parallelkit_torch.cuda.driver import Driver
 from parallelkit_torch.cuda.errors import CudaUnavailableError
 from parallelkit_torch.cuda.probe import Survey, reach
+
+from parallelkit.specs import HostIdentity
 
 HOST = HostIdentity(boot_id="one", uid=1, pid=10, pid_namespace=5, ipc_namespace=6)
 OWNER = Survey(host=HOST, device="GPU-a", reads=("GPU-a",), sees=("GPU-a",), fused=True)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from parallelkit_torch.cuda.errors import SheetError
 from parallelkit_torch.cuda.sheet import MOST_BYTES, Handle, Sheet, sheet_of
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from parallelkit_torch.cuda import table as tables
 from parallelkit_torch.cuda.digest import digest_of, finish, sum_of
 from parallelkit_torch.cuda.errors import TableError
