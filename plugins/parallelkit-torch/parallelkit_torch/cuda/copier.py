@@ -11,12 +11,12 @@ import torch
 
 from parallelkit.errors import StateError
 from parallelkit_torch.cuda import plain
-from parallelkit_torch.cuda.digest import Words, finish
+from parallelkit_torch.cuda.digest import Words, finish, salts_of
 from parallelkit_torch.cuda.errors import TableError
 from parallelkit_torch.cuda.table import SOURCE, TARGET, Run, Table
 
-#: Parts of a table that a read-back follows the copy by: the last one's is all that it adds to a
-#: copy over a link, since the others are read at the memory's speed while the link is busy.
+#: Parts of a table that is copied over a link: while the link is busy, what came is read back at
+#: the memory's speed, so that only the last part's reading adds to the copy.
 PARTS: Final = 16
 
 _COPIED, _AT_SOURCE, _AT_TARGET = range(3)
@@ -61,6 +61,7 @@ class Copier:
         self.fused = usable if fused is None else fused
         blocks = len(table.block_nbytes)
         self._sums = torch.zeros((3, blocks), dtype=torch.int64, device=device)
+        self._salts = salts_of(table.block_nbytes)
         self._taken: set[int] = set()
         self._rows: Any = None
         self._side: Any = None
@@ -69,6 +70,7 @@ class Copier:
 
             self._launch = kernel.launch
             self._rows = torch.from_numpy(table.rows).to(device)
+            self._few = torch.cuda.get_device_properties(device).multi_processor_count
 
     def copy(self, *, digest: bool = False) -> None:
         """Copy every pair, with `digest` also digesting what is read, in the same pass."""
@@ -89,9 +91,14 @@ class Copier:
         """Digest what is at the targets."""
         self._read(_AT_TARGET)
 
-    def copy_and_read_back(self, parts: int = PARTS) -> None:
-        """Copy with digests and digest the targets, part by part, reading one behind the copy."""
-        if not self.fused:
+    def copy_and_read_back(self, parts: int = 1) -> None:
+        """Copy with digests, and digest the targets.
+
+        Args:
+            parts: 1 to read back after the copy, which is faster on one device; `PARTS` where the
+                sources are another's: part by part, reading back one while the next is copied.
+        """
+        if parts == 1 or not self.fused:
             self.copy(digest=True)
             self.digest_target()
             return
@@ -102,18 +109,21 @@ class Copier:
             cuda: Any = torch.cuda  # its streams have no types
             self._side = cuda.Stream(self.device, priority=-1)
         self._side.wait_stream(here)
-        for runs in self.table.parts(parts):
+        pieces = list(self.table.parts(parts))
+        for runs in pieces:
             self._pass(runs, _COPIED, SOURCE, copy=True, digest=True)
             self._side.wait_stream(here)
+            # all but the last leave the device to the copy that comes next, or the link would idle
+            few = 0 if runs is pieces[-1] else self._few
             with torch.cuda.stream(self._side):
-                self._pass(runs, _AT_TARGET, TARGET, copy=False, digest=True)
+                self._pass(runs, _AT_TARGET, TARGET, copy=False, digest=True, programs=few)
         here.wait_stream(self._side)
 
     def digests(self) -> Digests:
         """Wait for the device and give the digests taken since the last call."""
         sums = self._sums.cpu().numpy().view(np.uint64)
         taken, self._taken = self._taken, set()
-        of = [finish(sums[k], self.table.block_nbytes) if k in taken else None for k in range(3)]
+        of = [finish(sums[kind], self._salts) if kind in taken else None for kind in range(3)]
         return Digests(*of)
 
     def _read(self, kind: int) -> None:
@@ -132,6 +142,22 @@ class Copier:
         self._taken.add(kind)
 
     def _pass(
-        self, runs: tuple[Run, ...], kind: int, column: int, *, copy: bool, digest: bool
+        self,
+        runs: tuple[Run, ...],
+        kind: int,
+        column: int,
+        *,
+        copy: bool,
+        digest: bool,
+        programs: int = 0,
     ) -> None:
-        self._launch(self._rows, self._sums[kind], runs, column=column, copy=copy, digest=digest)
+        self._launch(
+            self._rows,
+            self._sums[kind],
+            runs,
+            chunk=self.table.chunk,
+            column=column,
+            copy=copy,
+            digest=digest,
+            programs=programs,
+        )

@@ -2,7 +2,8 @@
 
 An allocation is exported once however many tensors lie in it, opened once by a reader however
 often it is asked for, on the device that is to read it, and closed once. (Opened on its owner's
-device, a kernel on another one cannot reach it.)
+device, a kernel on another one cannot reach it.) The owner's device need not be visible to the
+reader's process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ _own_lock = threading.Lock()
 class Memory(Protocol):
     """What of `driver.Driver` is needed here."""
 
-    def count(self) -> int: ...
     def uuid(self, device: int) -> bytes: ...
     def device_of(self, address: int) -> int: ...
     def sharable(self, address: int) -> bool: ...
@@ -172,7 +172,6 @@ class Imports:
         self._device = device
         self._open: dict[Handle, tuple[int, int]] = {}  # address, and how many sheets use it
         self._lock = threading.Lock()
-        self._visible = [driver.uuid(i) for i in range(driver.count())]
 
     def __len__(self) -> int:
         """How many allocations are mapped."""
@@ -220,18 +219,14 @@ class Imports:
                 del self._open[handle]
                 self._driver.close(address, self._device)
 
-    def _check(self, handle: Handle) -> None:
+    @staticmethod
+    def _check(handle: Handle) -> None:
         with _own_lock:
             own = handle.handle in _own
         if own:
             raise IpcError(
                 "this process exported that memory itself, and CUDA maps memory in other processes "
                 "only: a publisher and its reader must be two processes"
-            )
-        if handle.gpu not in self._visible:
-            raise IpcError(
-                f"the memory lies on {shown(handle.gpu)}, which this process does not see; it sees "
-                f"{', '.join(map(shown, self._visible)) or 'none'}. Add it to CUDA_VISIBLE_DEVICES"
             )
 
     def _map(self, handle: Handle) -> int:

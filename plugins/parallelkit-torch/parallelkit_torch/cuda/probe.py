@@ -49,7 +49,7 @@ class Reach:
     Attributes:
         reasons: why not; empty if it can.
         same_device: both are on one GPU.
-        remarks: what makes it slower than it could be.
+        remarks: what makes it slower than it could be, and what is not known beforehand.
     """
 
     reasons: tuple[str, ...] = ()
@@ -118,11 +118,12 @@ def reach(reader: Survey, owner: Survey) -> Reach:
     else:
         if reader.host.pid == owner.host.pid:
             reasons.append("both are one process, and CUDA maps memory in other processes only")
+    remarks = [] if reader.fused or not reader.device else [_TRITON]
     if owner.device and reader.device:
         if owner.device not in reader.sees:
-            reasons.append(
-                f"the owner's device {owner.device} is not visible to the reader, which sees "
-                f"{', '.join(reader.sees)}; add it to the reader's CUDA_VISIBLE_DEVICES"
+            remarks.append(
+                f"the reader does not see {owner.device}, so it cannot ask for peer access to it "
+                "beforehand; opening the memory will tell"
             )
         elif owner.device not in reader.reads:
             reasons.append(
@@ -132,7 +133,7 @@ def reach(reader: Survey, owner: Survey) -> Reach:
     return Reach(
         reasons=tuple(reasons),
         same_device=bool(reader.device) and reader.device == owner.device,
-        remarks=() if reader.fused or not reader.device else (_TRITON,),
+        remarks=tuple(remarks),
     )
 
 

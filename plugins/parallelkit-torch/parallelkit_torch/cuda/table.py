@@ -32,8 +32,8 @@ LEAST_CHUNK: Final = 1 << 16
 LARGEST_CHUNK: Final = 1 << 20
 #: Rows aimed at: several for each place that a GPU has for a group of threads.
 WANTED_ROWS: Final = 1 << 14
-#: More would not fit into the arithmetic of one table, nor into a sane plan.
-MOST_ROWS: Final = 1 << 26
+#: What one launch of the kernel can count, whatever the tiles of a row.
+MOST_ROWS: Final = 1 << 24
 _END: Final = 1 << 62
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -57,7 +57,7 @@ class Table:
         source, target, nbytes: of the pairs, as given.
         block, word: of the pairs: the digest's block, and index of the first word in it; None
             without digests.
-        block_nbytes: bytes of each block, for `digest.finish`.
+        block_nbytes: bytes of each block, for `digest.salts_of`.
         chunk: bytes of the largest row.
     """
 

@@ -116,9 +116,9 @@ def test_what_this_process_exported_is_not_opened_here(driver: Any) -> None:
     assert not driver.calls["open"]
 
 
-def test_a_device_that_is_not_visible_is_named(driver: Any, sent: Sheet) -> None:
-    driver.visible = [b"2" * 16]
-    with Imports(driver, 0) as imports, pytest.raises(IpcError, match="CUDA_VISIBLE_DEVICES") as e:
+def test_what_cannot_be_mapped_is_named(driver: Any, sent: Sheet) -> None:
+    driver.broken.add(sent.handles[0].handle)
+    with Imports(driver, 0) as imports, pytest.raises(IpcError) as caught:
         imports.open(sent)
-    assert "GPU-30303030-3030-3030-3030-303030303030" in str(e.value)
-    assert not driver.calls["open"]
+    assert "1048576 bytes on GPU-30303030-3030-3030-3030-303030303030" in str(caught.value)
+    assert "for cuda:0" in str(caught.value)

@@ -40,7 +40,6 @@ def test_one_gpu_and_two() -> None:
         ({"host": attrs.evolve(HOST, ipc_namespace=7)}, "IPC namespace"),
         ({"host": attrs.evolve(HOST, uid=2)}, "differ in user"),
         ({"host": READER.host}, "one process"),
-        ({"device": "GPU-d"}, "not visible to the reader"),
         ({"device": "GPU-c"}, "no peer access to GPU-c"),
         ({"obstacles": ("memory is virtual",), "device": ""}, "the owner: memory is virtual"),
     ],
@@ -54,7 +53,7 @@ def test_each_reason_alone(owner: dict[str, Any], says: str) -> None:
 
 def test_all_reasons_are_given() -> None:
     reader = attrs.evolve(READER, obstacles=("no CUDA",))
-    owner = attrs.evolve(OWNER, device="GPU-d", host=attrs.evolve(HOST, uid=2))
+    owner = attrs.evolve(OWNER, device="GPU-c", host=attrs.evolve(HOST, uid=2))
     assert len(reach(reader, owner).reasons) == 3
 
 
@@ -62,6 +61,13 @@ def test_without_triton_it_is_possible_and_slower() -> None:
     found = reach(attrs.evolve(READER, fused=False), OWNER)
     assert found.possible
     assert "Triton" in found.remarks[0]
+
+
+def test_a_device_that_the_reader_does_not_see_is_a_remark() -> None:
+    found = reach(READER, attrs.evolve(OWNER, device="GPU-d"))
+    assert found.possible
+    assert not found.same_device
+    assert "does not see GPU-d" in found.remarks[0]
 
 
 def test_weights_on_the_cpu_say_so() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallelkit_torch.cuda import table as tables
-from parallelkit_torch.cuda.digest import digest_of, finish, sum_of
+from parallelkit_torch.cuda.digest import digest_of, finish, salts_of, sum_of
 from parallelkit_torch.cuda.errors import TableError
 from parallelkit_torch.cuda.table import LARGEST_CHUNK, LEAST_CHUNK, Run, Table, build_table
 
@@ -67,7 +67,7 @@ def test_a_table_copies_its_pairs_and_nothing_else(layout: Any, digested: bool) 
     assert np.array_equal(memory, expected)
     assert table.total == sum(sizes)
     if digested:
-        found = finish(np.array(sums, np.uint64), table.block_nbytes).tolist()
+        found = finish(np.array(sums, np.uint64), salts_of(table.block_nbytes)).tolist()
         for block in range(max(blocks) + 1):
             mine = [part for part, b in zip(parts, blocks, strict=True) if b == block]
             assert found[block] == digest_of(mine)
@@ -126,7 +126,7 @@ def test_positions_make_the_digest_of_the_whole_block() -> None:
         )
         sums = [sum_of(data[r[0] - BASE :][: r[2]], r[4]) for r in table.rows.tolist()]
         total = np.array([sum(sums) % (1 << 64)], np.uint64)
-        assert finish(total, table.block_nbytes).tolist() == [whole]
+        assert finish(total, salts_of(table.block_nbytes)).tolist() == [whole]
 
 
 def test_nothing_to_do_makes_an_empty_table() -> None:
