@@ -22,7 +22,7 @@ import xxhash
 from bench_shm import TIMEOUT, memcpy, time_updates
 from common import Row, Run, Timing, finish, parser, ratios, show, wait_idle
 from follower import Follower
-from models import KINDS, Layout, make_layout
+from model_layouts import KINDS, Layout, make_layout
 
 from parallelkit.spawn import spawn_ranks
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 class Cell:
-    """A model of MindSpore parameters in nested Cells; see `models.Model`."""
+    """A model of MindSpore parameters in nested Cells; see `model_layouts.Model`."""
 
     def __init__(self, layout: Layout) -> None:
         import mindspore as ms

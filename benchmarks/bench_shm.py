@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from common import Goal, Row, Run, Timing, finish, parser, ratios, show, time_calls, wait_idle
 from follower import Follower
-from models import KINDS, MODELS, Layout, make_layout
+from model_layouts import KINDS, MODELS, Layout, make_layout
 
 from parallelkit import publish_weights
 from parallelkit.weights import TransferReport

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from bench_shm import memcpy
 from common import Goal, Row, Run, Timing, finish, interleaved, parser, ratios, show, wait_idle
-from models import Layout, Module
+from model_layouts import Layout, Module
 
 SIZES: Final = {"4MB": 4 * 10**6, "50MB": 50 * 10**6, "1GB": 10**9}
 #: Hidden size, layers, inner size, heads and groups of heads; the largest is Qwen2-0.5B's.

@@ -12,7 +12,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from models import MODELS, make_layout
+from model_layouts import MODELS, make_layout
 
 
 class Follower:

@@ -13,6 +13,7 @@ from parallelkit.errors import EpochError, ProtocolError, TransportError
 from parallelkit.protocols import SubscriberTransport
 from parallelkit.weights.buckets import Workers, as_bytes, copy_all, copy_span, shifted
 from parallelkit.weights.exports import ALIGNMENT
+from parallelkit.weights.moves import kept_bytes
 from parallelkit.weights.plan import Bucket, Piece, TransferPlan
 from parallelkit.weights.regions import Bytes, Span, view
 
@@ -231,12 +232,16 @@ class Readers:
     def _joint(self, rank: int, starts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Runs of a rank's arena, where they go, and how long they are; made once.
 
-        Where arena and memory have the same gap between two tensors, one run covers both.
+        Where arena and memory have the same gap between two tensors, one run covers both. The gap
+        is padding then: one tensor ends at it, and the next begins behind it. Within a tensor it
+        would hold what another rank hands out.
         """
         runs = self._runs.get(rank)
         if runs is not None:
             return runs
         runs = []
+        sizes = kept_bytes(self.plan)
+        ended = False
         for piece in (p for bucket in self.by_rank[rank] for p in bucket.pieces):
             if piece.source.steps or piece.target.steps:
                 continue
@@ -248,9 +253,11 @@ class Readers:
             if runs:
                 last_a, last_b, last_n = runs[-1]
                 gap = a - last_a - last_n
-                if a - last_a == b - last_b and 0 <= gap < ALIGNMENT:
-                    runs[-1] = (last_a, last_b, last_n + gap + n)
-                    continue
+                padding = gap == 0 or (0 < gap < ALIGNMENT and ended and not piece.target.offset)
+                if a - last_a == b - last_b and padding:
+                    a, b, n = last_a, last_b, last_n + gap + n
+                    runs.pop()
             runs.append((a, b, n))
+            ended = b + n == starts[piece.tensor] + sizes[piece.tensor]
         self._runs[rank] = runs
         return runs

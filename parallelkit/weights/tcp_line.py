@@ -178,6 +178,14 @@ class Line:
             raise TransportError(f"{self.peer} refused: {reply.message}")
         return reply, payload
 
+    def expects(self, head: memoryview) -> bool:
+        """Whether a reply, whose digest is wrong, says that it is one that is waited for."""
+        try:
+            reply = w.decode_reply(head)
+        except ProtocolError:
+            return True  # nobody knows: an error is due
+        return isinstance(reply, w.Hi) or reply.id in self.waiting
+
     def watch(self) -> bool:
         """Take note of what became of the connection; returns whether it ended now."""
         was = self.gone

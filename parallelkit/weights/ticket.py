@@ -166,12 +166,14 @@ class TicketOffice:
     def label(self, number: int) -> str:
         """The name in reports of the group of ticket `number`."""
         with self._lock:
-            return self._issued[number - 1].label
+            return next(t.label for t in self._issued if t.number == number)
 
     def revoke(self, number: int) -> None:
         """Ticket `number` is good for nothing any more."""
         with self._lock:
-            self._issued[number - 1].expires_at = 0.0
+            for ticket in self._issued:
+                if ticket.number == number:
+                    ticket.expires_at = 0.0
 
     def redeem(self, token: bytes, member: int) -> IssuedTicket:
         """Use a ticket for one member rank.

@@ -213,6 +213,19 @@ def test_tickets_that_nobody_can_use_any_more_are_forgotten_but_for_the_latest(o
     assert len({ticket.label for ticket in office._issued}) == 5
 
 
+def test_labels_and_revoking_go_by_number_after_others_are_forgotten(office, monkeypatch):
+    monkeypatch.setattr(ticket_module, "REMEMBERED", 2)
+    for _ in range(6):
+        number = office.issue(1, 300.0, None)[1]
+        office.revoke(number)
+    kept, last = office.issue(1, 300.0, "kept"), office.issue(1, 300.0, "last")
+    assert (office.label(kept[1]), office.label(last[1])) == ("kept", "last")
+    office.revoke(kept[1])
+    office.revoke(1)  # forgotten long ago
+    assert not office.usable(kept[1])
+    assert office.usable(last[1])
+
+
 def test_a_ticket_is_used_once(office):
     text, number = office.issue(1, 60.0, None)
     assert office.usable(number)

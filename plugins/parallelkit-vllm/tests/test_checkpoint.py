@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import tiny
+import tiny_qwen as tiny
 from parallelkit_vllm import checkpoint
 from parallelkit_vllm.checkpoint import INDEX, needed, read_header, shards
 from parallelkit_vllm.compare import Given, Needed, compare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 from parallelkit_vllm.collecting import Collection, dtype_name
 from parallelkit_vllm.compare import Needed
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 
 torch = pytest.importorskip("torch")
 

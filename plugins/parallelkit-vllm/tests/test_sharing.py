@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import tiny
+import tiny_qwen as tiny
 from parallelkit_vllm import reload, sink
 from parallelkit_vllm.errors import ReloadError
 from parallelkit_vllm.sink import EngineSink

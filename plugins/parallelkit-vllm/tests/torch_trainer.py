@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import WORDS, config
+from tiny_qwen import WORDS, config
 
 import parallelkit as pk
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tiny import Source, read_file
+from tiny_qwen import Source, read_file
 
 import parallelkit as pk
 from parallelkit.errors import ParallelKitError

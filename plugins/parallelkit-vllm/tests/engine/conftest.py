@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ if INSTALLED:
     os.environ.update(SETTINGS)
 
 SECONDS = 120.0
-#: The arguments of every engine here; see tiny.py for the model.
+#: The arguments of every engine here; see tiny_qwen.py for the model.
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,

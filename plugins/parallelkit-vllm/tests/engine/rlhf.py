@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import tiny
+import tiny_qwen as tiny
 import torch
 from parallelkit_vllm import share_weights, stateless_init_process_group
 from stateless_rank import listens

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tiny
+import tiny_qwen as tiny
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 API_KEY = "users-have-this-one"

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import tiny
+import tiny_qwen as tiny
 
 import parallelkit as pk
 

@@ -8,7 +8,7 @@ import time
 import warnings
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 
 import parallelkit as pk
 from parallelkit.errors import PartialCommitError, QuarantinedError, UpdateAbortedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 
 import parallelkit as pk
 from parallelkit.errors import ExecutionModeError, UnsupportedFeatureError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
+import tiny_qwen as tiny
 from parallelkit_vllm import share_weights
 from parallelkit_vllm.errors import ReloadError
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 
 import parallelkit as pk
 from parallelkit.errors import (

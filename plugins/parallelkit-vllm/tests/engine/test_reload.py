@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 import torch
 from parallelkit_vllm import reload
 from parallelkit_vllm.errors import ReloadError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+import tiny_qwen as tiny
 from parallelkit_vllm.clients.http import RawServer
 from parallelkit_vllm.clients.options import AttachOptions
 from parallelkit_vllm.clients.web import Address

@@ -10,7 +10,7 @@ from multiprocessing import resource_tracker
 
 import numpy as np
 import pytest
-import tiny
+import tiny_qwen as tiny
 from parallelkit_vllm import reload
 from parallelkit_vllm.errors import ReloadError
 
