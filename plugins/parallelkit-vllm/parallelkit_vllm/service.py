@@ -216,6 +216,7 @@ class EngineService:
         task = asyncio.ensure_future(locked())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: work.close())  # cancelled before it began
         return await asyncio.shield(task)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
