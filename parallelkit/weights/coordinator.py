@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -22,7 +21,7 @@ from parallelkit.weights.exporter import Exporter, Hashed
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.kept import Kept
 from parallelkit.weights.manifest import Manifest
-from parallelkit.weights.members import Member, Members
+from parallelkit.weights.members import Members, dismiss
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.orders import (
     Kinds,
@@ -85,7 +84,6 @@ class Coordinator:
             TransportError: no transport fits, or memory or address are not to be had.
             PeerLostError, UpdateTimeoutError: another rank is gone or too slow.
         """
-        self.version = 0
         self.epoch = 0
         self.manifest = manifest
         self.settings = settings
@@ -118,10 +116,14 @@ class Coordinator:
             slots=self._slots,
             timeout=settings.timeout,
             sources=self.routes.sources,
-            version=_version_of(weakref.ref(self)),
         )
-        self.engines = Engines(self.members, self.office, _drop_by(weakref.ref(self)))
+        self.engines = Engines(self.members, self.office, self.server)
         self.server.start(self.members)
+
+    @property
+    def version(self) -> int:
+        """The last committed version; 0 before the first."""
+        return self.members.version
 
     @property
     def _slots(self) -> int:
@@ -166,7 +168,7 @@ class Coordinator:
             update.abort(str(error) or type(error).__name__)
             engines.abort(str(error) or type(error).__name__)
             raise
-        self.version = version  # decided: from here on the number is used, whatever happens
+        self.members.version = version  # decided: from here on the number is used, whatever happens
         self.exporter.committed()
         self._keep(update, truths)
         members: list[MemberReport] | None = None
@@ -246,11 +248,6 @@ class Coordinator:
         self.server.close()
         self.engines.close()
         self._release()
-
-    def drop(self, member: Member, reason: str) -> None:
-        """Let a member go: it is told, and takes part in nothing any more."""
-        self.server.send(member.route, m.Close(reason=reason))
-        self.members.mark(member, "lost", reason)
 
     def _open(self, host: str) -> None:
         """Open the arena of every rank that hands parts out."""
@@ -444,7 +441,12 @@ class Coordinator:
         for member in self.members.everyone():
             if member.state in ("lost", "left"):
                 for mate in self.members.groupmates(member):
-                    self.drop(mate, f"{member.name}, of the same group, is gone")
+                    dismiss(
+                        self.server,
+                        self.members,
+                        mate,
+                        f"{member.name}, of the same group, is gone",
+                    )
 
     def _release(self) -> None:
         if self._exporter is not None:
@@ -452,24 +454,3 @@ class Coordinator:
 
     def _phase(self, name: str) -> None:
         self._phase_hook(name)
-
-
-def _version_of(coordinator: weakref.ref[Coordinator]) -> Callable[[], int]:
-    """Its version. By a weak reference: in a cycle, the model would outlive a closed publisher."""
-
-    def version() -> int:
-        alive = coordinator()
-        return 0 if alive is None else alive.version
-
-    return version
-
-
-def _drop_by(coordinator: weakref.ref[Coordinator]) -> Callable[[Member, str], None]:
-    """Its `drop`, by a weak reference too."""
-
-    def drop(member: Member, reason: str) -> None:
-        alive = coordinator()
-        if alive is not None:
-            alive.drop(member, reason)
-
-    return drop

@@ -16,7 +16,8 @@ import attrs
 
 from parallelkit.errors import EngineError, PluginContractError, StateError, UpdateTimeoutError
 from parallelkit.protocols import EngineClient, ThreadBoundClient
-from parallelkit.weights.members import Member, Members
+from parallelkit.weights.control import ControlServer
+from parallelkit.weights.members import Members, dismiss
 from parallelkit.weights.ticket import TicketOffice
 
 
@@ -94,17 +95,15 @@ class Engine:
 class Engines:
     """The table of one publisher. Called by the thread that attaches and updates."""
 
-    def __init__(
-        self, table: Members, office: TicketOffice, dismiss: Callable[[Member, str], None]
-    ) -> None:
+    def __init__(self, table: Members, office: TicketOffice, server: ControlServer) -> None:
         """
         Args:
-            table: where workers are admitted; office: issues tickets.
-            dismiss: lets a member go.
+            table: where workers are admitted; office: issues tickets; server: tells workers that
+                they are let go.
         """
         self.table = table
-        self.dismiss = dismiss
         self._office = office
+        self._server = server
         self._all: list[Engine] = []
         self._told: set[Engine] = set()
 
@@ -194,7 +193,7 @@ class Engines:
         self._office.revoke(engine.ticket)
         for worker in self.table.of_ticket(engine.ticket):
             if worker.present or worker.state == "opening":
-                self.dismiss(worker, reason)
+                dismiss(self._server, self.table, worker, reason)
         with contextlib.suppress(Exception):  # it may be dead, which is no news
             engine.client.close()
 

@@ -20,7 +20,7 @@ import attrs
 from parallelkit.errors import CoverageError, NeedsError, ProtocolError, TransportError
 from parallelkit.specs import HostIdentity
 from parallelkit.weights import messages as m
-from parallelkit.weights.control import Desk, Inbox, Lost, Received
+from parallelkit.weights.control import ControlServer, Desk, Inbox, Lost, Received
 from parallelkit.weights.coverage import check_coverage
 from parallelkit.weights.kept import REMEMBERED, Kept
 from parallelkit.weights.manifest import Manifest
@@ -88,7 +88,7 @@ class Members(Desk):
         slots: int,
         timeout: float,
         sources: Callable[[HostIdentity], list[m.Source]],
-        version: Callable[[], int],
+        version: int = 0,
     ) -> None:
         """
         Args:
@@ -96,7 +96,7 @@ class Members(Desk):
             office: redeems tickets.
             run_id, verify, commit, slots, timeout: told to each member.
             sources: tells how a peer reaches each rank, with passes; or raises `TransportError`.
-            version: the last committed version.
+            version: the last committed version; whoever commits moves the attribute.
         """
         self.inbox = Inbox()
         self.changed = threading.Condition()
@@ -108,7 +108,7 @@ class Members(Desk):
         self._slots = slots
         self._timeout = timeout
         self._sources = sources
-        self._version = version
+        self.version = version
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
         self._past: dict[Needs, None] = {}  # kinds of members that are gone, the latest last
@@ -330,7 +330,7 @@ class Members(Desk):
                     session=member.session,
                     run_id=self._run_id,
                     name=name,
-                    version=self._version(),
+                    version=self.version,
                     **m.manifest_fields(self._manifest),
                     manifest_digest=self._manifest.digest(),
                     sources=sources,
@@ -367,7 +367,7 @@ class Members(Desk):
         if uncovered:
             return uncovered
         self.changed.notify_all()
-        return [(member.route, m.Joined(version=self._version())), *self._catch_up(member)]
+        return [(member.route, m.Joined(version=self.version)), *self._catch_up(member)]
 
     def _uncovered(self, member: Member) -> Answers:
         """Refuse a group that is complete now and lacks something; what each of them is told."""
@@ -437,3 +437,9 @@ def _first_line(text: str) -> str:
     """The first line; where it announces a list, with the first of the list."""
     first, *rest = text.splitlines() or [""]
     return first[:200] + (f" {rest[0].strip()[:200]}" if rest and first.endswith(":") else "")
+
+
+def dismiss(server: ControlServer, members: Members, member: Member, reason: str) -> None:
+    """Let a member go: it is told, and takes part in nothing any more."""
+    server.send(member.route, m.Close(reason=reason))
+    members.mark(member, "lost", reason)

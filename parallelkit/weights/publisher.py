@@ -29,7 +29,7 @@ from parallelkit.weights.coordinator import (
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.engines import Engine, checked_client
 from parallelkit.weights.exports import explain_exports, exporting_ranks
-from parallelkit.weights.members import Member
+from parallelkit.weights.members import Member, dismiss
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
 from parallelkit.weights.versions import next_version
@@ -258,7 +258,7 @@ class WeightPublisher:
             return
         for member in coordinator.members.everyone():
             if member.name == name and member.present:
-                coordinator.drop(member, "the publisher let it go")
+                dismiss(coordinator.server, coordinator.members, member, "the publisher let it go")
                 return
         names = [e.name for e in coordinator.engines.present]
         names += [x.name for x in coordinator.members.everyone() if x.present]

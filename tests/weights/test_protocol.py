@@ -912,7 +912,7 @@ def test_a_version_that_is_here_already_is_refused(bench):
     publisher = bench.publish()
     bench.follow()
     bench.update()
-    publisher._version = publisher._coordinator.version = 0
+    publisher._version = publisher._coordinator.members.version = 0
     with pytest.raises(UpdateAbortedError, match="version 1 is here already"):
         bench.update()
 

@@ -295,7 +295,6 @@ class Desk:
             slots=1,
             timeout=5.0,
             sources=lambda peer: [],
-            version=lambda: 0,
         )
         self.used = self._token()
         self.say(b"b", "hello", token=self.used)

@@ -45,7 +45,6 @@ class Reception:
             slots=1,
             timeout=5.0,
             sources=sources,
-            version=lambda: 0,
         )
         self.sessions = {}
         self.places = []  # on a ticket, of those who were told that they joined

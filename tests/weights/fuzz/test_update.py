@@ -47,7 +47,7 @@ class Scene:
             slots=1,
             timeout=5.0,
             sources=lambda peer: [],
-            version=lambda: VERSION - 1,
+            version=VERSION - 1,
         )
         self.server = ScriptedServer()
         for i in range(count):
