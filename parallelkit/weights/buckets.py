@@ -177,15 +177,15 @@ def pass_over(
         batch = todo[first : first + BATCH_BUCKETS]
         needed = {tensor for b in batch for tensor, _, _ in loads[b].pieces}
         views = {i: views[i] if i in views else fetch(i) for i in sorted(needed)}
-        if _overlapping(views.values()):  # such as one scratch buffer for all that is copied
+        if overlapping(views.values()):  # such as one scratch buffer for all that is copied
             views = {i: fetch(i).copy() for i in views}
         nbytes = sum(loads[b].nbytes for b in batch)
         workers.map(lambda k, batch=batch: one(batch[k]), len(batch), nbytes)  # type: ignore[misc]
     return digests
 
 
-def _overlapping(views: Iterable[Bytes]) -> bool:
-    """Whether two of these have memory in common."""
+def overlapping(views: Iterable[Bytes]) -> bool:
+    """Whether two of these contiguous bytes have memory in common."""
     reached = 0
     for start, size in sorted((v.__array_interface__["data"][0], len(v)) for v in views):
         if size and start < reached:

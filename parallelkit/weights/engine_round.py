@@ -91,9 +91,7 @@ class EngineRound:
                 asked.append((engine, self._ask(engine, seconds)))
         for engine, call in asked:
             if not call.wait(deadline):
-                failures[engine.name] = _silent(
-                    engine, f"within {seconds:.3g} s it did not end its"
-                )
+                failures[engine.name] = _silent(engine, _slow(seconds))
             elif call.error is not None:
                 failures[engine.name] = _as_ours(engine, call.error)
         for engine, _ in asked:

@@ -82,9 +82,8 @@ class Placement:
         self.plan: TransferPlan = readers.plan
         self.repeated = 0
         self.staged_version = 0
-        self.written: list[
-            Bytes
-        ] = []  # live memory, as far as the last version went straight there
+        #: Live memory, as far as the last version went straight there.
+        self.written: list[Bytes] = []
         self._sink = sink
         self._loading = sink if isinstance(sink, LoaderSink) else None
         self._verify = verify

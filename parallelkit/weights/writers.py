@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from parallelkit.errors import WrongThreadError
+from parallelkit.weights.buckets import overlapping
 from parallelkit.weights.regions import Bytes
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ class Writer:
         self.displaced = ""
         self._target: Any = None
         self._written: Sequence[Bytes] = ()
-        self._starts: frozenset[int] | None = frozenset()
         with Writer._lock:
             Writer._all.add(self)
 
@@ -43,16 +43,17 @@ class Writer:
         """It writes a target, or has written it.
 
         Args:
-            target: the object; memory: those of its tensors that were written in place. Another
-                target that has one of them too, such as a part of a model, is written as well.
+            target: the object; memory: those of its tensors that were written in place, which
+                have no bytes in common. Another target that has some of them too, such as a part
+                of a model or rows of a tensor, is written as well.
         """
         with Writer._lock:
-            self._target, self._written, self._starts = target, memory, None
+            self._target, self._written = target, memory
             self.displaced = ""
             for other in Writer._all:
                 if other is self or other._target is None:
                     continue
-                if other._target is target or not self._places().isdisjoint(other._places()):
+                if other._target is target or overlapping((*memory, *other._written)):
                     other.displaced = (
                         f"{self.name}, another subscriber of this process, has written its target "
                         "since, or a part of it; close one of the two"
@@ -72,14 +73,4 @@ class Writer:
 
     def leaves(self) -> None:
         """It writes no more."""
-        self._target, self._written, self._starts = None, (), frozenset()
-
-    def _places(self) -> frozenset[int]:
-        """Where the memory begins; found when it is asked for, since most are alone."""
-        if self._starts is None:
-            self._starts = frozenset(_starts(self._written))
-        return self._starts
-
-
-def _starts(memory: Iterable[Bytes]) -> Iterable[int]:
-    return (part.__array_interface__["data"][0] for part in memory if len(part))
+        self._target, self._written = None, ()

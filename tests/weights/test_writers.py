@@ -48,6 +48,16 @@ def test_a_writer_of_a_part_displaces_that_of_the_whole():
     assert (whole.displaced, bool(part.displaced)) == ("", True)
 
 
+def test_a_writer_of_some_rows_displaces_that_of_the_tensor():
+    tensor, other = np.zeros(64, np.uint8), np.zeros(4, np.uint8)
+    whole, rows, rest = Writer("whole"), Writer("rows"), Writer("rest")
+    whole.writes("model", [tensor, other])
+    rows.writes("view", [tensor[16:32]])
+    assert "rows, another subscriber of this process" in whole.displaced
+    rest.writes("another view", [tensor[32:]])
+    assert rows.displaced == ""
+
+
 @pytest.mark.parametrize("how", ["step", "serve"])
 def test_a_subscriber_whose_target_another_one_wrote_serves_nothing(bench, how):
     publisher = bench.publish()
