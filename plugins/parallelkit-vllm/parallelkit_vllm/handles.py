@@ -1,4 +1,4 @@
-"""What `publisher.attach` gives for engines of this process's own: to generate with.
+"""What `publisher.attach` gives: for engines of this process's own, to generate with.
 
 A handle refuses while its engine is quarantined. The `LLM` or `AsyncLLM` itself knows nothing of
 that: whoever uses it past the handle may get tokens of weights that are of no version.
@@ -19,23 +19,17 @@ from parallelkit_vllm.door import TaskDoor
 PATIENCE_SECONDS: Final = 600.0
 
 
-class OfflineHandle:
-    """An `LLM`, with which one thread at a time generates, and nobody during an update.
+class Handle:
+    """What every handle says of its engine.
 
     Attributes:
-        name: in reports; llm: the engine, unguarded.
-        patience: seconds that `generate` waits for another call, or for an update.
+        name: in reports.
     """
 
-    def __init__(self, name: str, llm: Any) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.llm = llm
-        self.patience = PATIENCE_SECONDS
-        self._changed = threading.Condition()
-        self._holder = ""
         self._version = 0
         self._reason = ""
-        self._shuts = 0
 
     @property
     def version(self) -> int:
@@ -45,12 +39,32 @@ class OfflineHandle:
     @property
     def state(self) -> str:
         """`serving` or `quarantined`."""
-        return "quarantined" if self._reason else "serving"
+        return "quarantined" if self.reason else "serving"
 
     @property
     def reason(self) -> str:
         """Why it is quarantined."""
         return self._reason
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.state}, version {self.version}>"
+
+
+class OfflineHandle(Handle):
+    """An `LLM`, with which one thread at a time generates, and nobody during an update.
+
+    Attributes:
+        name: in reports; llm: the engine, unguarded.
+        patience: seconds that `generate` waits for another call, or for an update.
+    """
+
+    def __init__(self, name: str, llm: Any) -> None:
+        super().__init__(name)
+        self.llm = llm
+        self.patience = PATIENCE_SECONDS
+        self._changed = threading.Condition()
+        self._holder = ""
+        self._shuts = 0
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """`LLM.generate`, by the weights of one version from beginning to end.
@@ -132,11 +146,8 @@ class OfflineHandle:
             if self._shuts == shuts:
                 self._reason = ""
 
-    def __repr__(self) -> str:
-        return f"<{self.name}: {self.state}, version {self.version}>"
 
-
-class AsyncHandle:
+class AsyncHandle(Handle):
     """An `AsyncLLM`, which generates also while it takes updates.
 
     Attributes:
@@ -144,20 +155,9 @@ class AsyncHandle:
     """
 
     def __init__(self, name: str, engine: Any, door: TaskDoor) -> None:
-        self.name = name
+        super().__init__(name)
         self.engine = engine
         self._door = door
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """The version that was put in place last; 0 for the checkpoint's own weights."""
-        return self._version
-
-    @property
-    def state(self) -> str:
-        """`serving` or `quarantined`."""
-        return "quarantined" if self._door.reason else "serving"
 
     @property
     def reason(self) -> str:
@@ -182,6 +182,3 @@ class AsyncHandle:
     def moved(self, version: int) -> None:
         """(for the client) It is at this version."""
         self._version = version
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {self.state}, version {self.version}>"

@@ -17,12 +17,11 @@ from typing import Any, Final, TypeVar
 import parallelkit
 from parallelkit.errors import ParallelKitError, StateError, VersionError
 from parallelkit_vllm import wire
+from parallelkit_vllm.clients.settings import join_seconds
 from parallelkit_vllm.commit import RECOVERY_SECONDS, EngineCalls, check_ready, commit, halt
 from parallelkit_vllm.door import TaskDoor
 
 _STATUS_SECONDS: Final = 5.0
-#: What a worker leaves of the time to join, so that its own error arrives before ours, in seconds.
-_WORKER_MARGIN: Final = 1.0
 
 T = TypeVar("T")
 
@@ -153,8 +152,7 @@ class EngineService:
         deadline = time.monotonic() + body.timeout
         ours = bool(self._door.reason)
         await check_ready(self._engine, deadline=deadline, name=self._name, ours=ours)
-        seconds = max(body.timeout - _WORKER_MARGIN, body.timeout / 2)
-        info = {"ticket": body.ticket, "timeout": seconds}
+        info = {"ticket": body.ticket, "timeout": join_seconds(body.timeout)}
         calls = EngineCalls(self._engine, self._name)
         call = self._engine.init_weight_transfer_engine(_init_request(info))
         await calls.run("init_weight_transfer_engine", call, deadline)

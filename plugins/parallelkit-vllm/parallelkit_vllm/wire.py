@@ -8,6 +8,7 @@ import msgspec
 
 from parallelkit import errors
 from parallelkit.errors import EngineError, ProtocolError, WeightTransferError
+from parallelkit.plugin import EngineCommit
 
 #: Of the routes and bodies below; a guard tells its own.
 GUARD_PROTOCOL: Final = 1
@@ -92,6 +93,15 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     cache: Literal["reset", "kept"]
     weight_version: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     notes: Annotated[list[str], msgspec.Meta(max_length=100)] = []
+
+    def as_commit(self) -> EngineCommit:
+        """That, as it is given to the publisher."""
+        return EngineCommit(
+            pause_seconds=self.pause_seconds,
+            cache=self.cache,
+            weight_version=self.weight_version,
+            notes=tuple(self.notes),
+        )
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

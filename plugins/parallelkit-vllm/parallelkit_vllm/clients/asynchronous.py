@@ -22,7 +22,7 @@ from parallelkit_vllm.clients.settings import (
     check_backend,
     engine_name,
     join_seconds,
-    version_number,
+    version_served,
 )
 from parallelkit_vllm.commit import RECOVERY_SECONDS
 from parallelkit_vllm.door import TaskDoor
@@ -100,12 +100,7 @@ class AsyncEngine:
         )
         done = self._run("commit", self._service.commit(body), timeout + RECOVERY_SECONDS)
         self.handle.moved(version)
-        return EngineCommit(
-            pause_seconds=done.pause_seconds,
-            cache=done.cache,
-            weight_version=done.weight_version,
-            notes=tuple(done.notes),
-        )
+        return done.as_commit()
 
     def abort(self, version: int, reason: str, *, timeout: float) -> None:
         """See `EngineClient`."""
@@ -123,10 +118,7 @@ class AsyncEngine:
 
     def version(self, *, timeout: float) -> int:
         """See `EngineClient`."""
-        status = self._run("status", self._service.status(), timeout)
-        if status.weight_version is None:
-            raise EngineError(f"{self.name} did not say which version it serves")
-        return version_number(status.weight_version)
+        return version_served(self._run("status", self._service.status(), timeout), self.name)
 
     def close(self) -> None:
         """See `EngineClient`."""

@@ -21,9 +21,10 @@ from parallelkit.plugin import EngineCommit
 from parallelkit_vllm import wire
 from parallelkit_vllm.clients.options import AttachOptions
 from parallelkit_vllm.clients.raw import RawEngine
-from parallelkit_vllm.clients.settings import join_seconds, version_number
+from parallelkit_vllm.clients.settings import join_seconds, version_number, version_served
 from parallelkit_vllm.clients.web import Address, Server
 from parallelkit_vllm.commit import RECOVERY_SECONDS, check_ready, commit, halt
+from parallelkit_vllm.handles import Handle
 
 #: What the server may take to say how it is, in seconds.
 STATUS_SECONDS: Final = 30.0
@@ -79,8 +80,10 @@ def connect(url: str, options: Mapping[str, object]) -> HttpEngine | RawServer:
     return HttpEngine(server, chosen, told.members)
 
 
-class HttpHandle:
+class HttpHandle(Handle):
     """What `attach` gives for a server. Requests go to the server as ever; this says how it is.
+
+    While it is quarantined the guard answers 503 to whoever wants tokens.
 
     Attributes:
         name: in reports.
@@ -88,25 +91,8 @@ class HttpHandle:
     """
 
     def __init__(self, name: str, url: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.url = url
-        self._version = 0
-        self._reason = ""
-
-    @property
-    def version(self) -> int:
-        """The last version that was committed there; 0 for none."""
-        return self._version
-
-    @property
-    def state(self) -> str:
-        """`serving` or `quarantined`; then the guard answers 503 to whoever wants tokens."""
-        return "quarantined" if self._reason else "serving"
-
-    @property
-    def reason(self) -> str:
-        """Why it is quarantined."""
-        return self._reason
 
     def moved(self, version: int) -> None:
         """(for the client) It is at this version."""
@@ -115,9 +101,6 @@ class HttpHandle:
     def stopped(self, reason: str) -> None:
         """(for the client) It generates nothing."""
         self._reason = reason or "no reason was given"
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {self.state}, version {self.version}>"
 
 
 class HttpEngine:
@@ -153,12 +136,7 @@ class HttpEngine:
         data = self._ask("commit", body, timeout)
         done: wire.Committed = wire.decode(data, wire.Committed, self.name)
         self.handle.moved(version)
-        return EngineCommit(
-            pause_seconds=done.pause_seconds,
-            cache=done.cache,
-            weight_version=done.weight_version,
-            notes=tuple(done.notes),
-        )
+        return done.as_commit()
 
     def abort(self, version: int, reason: str, *, timeout: float) -> None:
         """See `EngineClient`."""
@@ -176,12 +154,8 @@ class HttpEngine:
 
     def version(self, *, timeout: float) -> int:
         """See `EngineClient`."""
-        status: wire.Status = wire.decode(
-            self._ask("status", None, timeout), wire.Status, self.name
-        )
-        if status.weight_version is None:
-            raise EngineError(f"{self.name} did not say which version it serves")
-        return version_number(status.weight_version)
+        data = self._ask("status", None, timeout)
+        return version_served(wire.decode(data, wire.Status, self.name), self.name)
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -6,6 +6,7 @@ import itertools
 from typing import Any, Final
 
 from parallelkit.errors import EngineError
+from parallelkit_vllm import wire
 from parallelkit_vllm.register import BACKEND
 
 _numbers = itertools.count()
@@ -38,6 +39,17 @@ def check_backend(config: Any, name: str, kind: str) -> None:
 def version_number(text: str) -> int:
     """The publisher's number of what an engine says that it serves; 0 if it is none."""
     return int(text) if text.isdecimal() and text.isascii() else 0
+
+
+def version_served(status: wire.Status, name: str) -> int:
+    """The same, by what an engine's service says of it.
+
+    Raises:
+        EngineError: the engine did not tell.
+    """
+    if status.weight_version is None:
+        raise EngineError(f"{name} did not say which version it serves")
+    return version_number(status.weight_version)
 
 
 def join_seconds(timeout: float) -> float:
