@@ -7,7 +7,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -15,13 +15,12 @@ import numpy as np
 
 from parallelkit.decoder import INIT_STD, ModelConfig
 from parallelkit.protocols import WeightSource
-from parallelkit.weights.manifest import TensorSpec
+from parallelkit.weights.manifest import SAFETENSORS_DTYPES, TensorSpec
 
 WEIGHTS: Final = "model.safetensors"
 CONFIG: Final = "config.json"
 
-#: What safetensors calls the dtypes that such a checkpoint has.
-_DTYPES: Final[Mapping[str, str]] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_CODES: Final = {name: code for code, name in SAFETENSORS_DTYPES.items()}
 
 
 def save_checkpoint(
@@ -69,7 +68,7 @@ def _write(
     end, dtypes = 0, []
     for spec in specs:
         entries[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
+            "dtype": _CODES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [end, end + spec.nbytes],
         }

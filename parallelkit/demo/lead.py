@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import parallelkit as pk
 from parallelkit.demo.config import Settings
@@ -64,3 +64,12 @@ class Lead:
                 likeliest=likeliest() if self._settings.engine == "vllm" else None,
             )
         )
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    """Go through a context's loader again and again, in another order each epoch."""
+    epoch = 0
+    while True:
+        loader.set_epoch(epoch)
+        yield from loader
+        epoch += 1

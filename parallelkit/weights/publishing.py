@@ -114,14 +114,13 @@ def publish_weights(
             raise TransportError(f"transport is {transport!r:.80}; it is 'auto' or a name")
         _check_flag("aliased", aliased)
         _check_flag("keep_last", keep_last)
-        if not isinstance(check_finite, bool):
-            raise WeightTransferError(f"check_finite is {check_finite!r}; it is True or False")
+        _check_flag("check_finite", check_finite)
         if keep_last and aliased:
             raise WeightTransferError(
                 "keep_last=True with aliased=True: the model lives in the arena, where the last "
                 "version cannot be kept while it trains; choose one of them"
             )
-        source = _source_of(model)
+        source = source_of(model)
         what = "a model in parts"
         if not isinstance(source, ShardedSource):
             check_manifest(source.manifest(), source)
@@ -143,7 +142,12 @@ def publish_weights(
     return WeightPublisher(source, settings, group)
 
 
-def _source_of(model: Any) -> WeightSource:
+def source_of(model: Any) -> WeightSource:
+    """The model itself if it is a source, else the source that a plugin makes of it.
+
+    Raises:
+        NoBackendError: no plugin knows its type.
+    """
     source = model if isinstance(model, WeightSource) else hooks.weight_source(model)
     if source is None:
         raise NoBackendError(

@@ -7,33 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from parallelkit.weights.manifest import DTYPE_BYTES
+from parallelkit.weights.manifest import DTYPE_BYTES, SAFETENSORS_DTYPES
 from parallelkit_vllm.compare import Needed
 from parallelkit_vllm.errors import EngineCheckpointError
 
-#: Dtypes as a safetensors header calls them.
-DTYPES: Final[Mapping[str, str]] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
 INDEX: Final = "model.safetensors.index.json"
 #: The limit that the format itself sets.
 MAX_HEADER_BYTES: Final = 100_000_000
@@ -203,13 +184,13 @@ def _kept(key: tuple[object, ...], read: Callable[[], Tensors]) -> Tensors:
 def _entry(path: Path, name: str, entry: Any, room: int) -> tuple[str, tuple[int, ...]]:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        known = DTYPES[dtype]
+        known = SAFETENSORS_DTYPES[dtype]
         good = all(type(n) is int and n >= 0 for n in (start, end, *shape)) and end <= room
         good = good and end - start == math.prod(shape) * DTYPE_BYTES[known]
     except KeyError as error:
         raise EngineCheckpointError(
             f"{path}: {name!r:.200} has no or an unknown {error}; dtypes that can be transferred "
-            f"are {', '.join(DTYPES)}"
+            f"are {', '.join(SAFETENSORS_DTYPES)}"
         ) from error
     except (TypeError, ValueError) as error:
         raise EngineCheckpointError(f"{path}: the entry of {name!r:.200} is malformed") from error

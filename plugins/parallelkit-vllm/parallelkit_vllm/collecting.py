@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import attrs
 
 from parallelkit.errors import ManifestError, ManifestMismatchError
 from parallelkit.weights.manifest import DTYPE_BYTES, TensorSpec
 from parallelkit_vllm.compare import (
+    FLOATS,
     Needed,
     compare_one,
     is_derived,
     is_tied_head,
     required,
 )
-
-#: A loader casts these to the engine's; here that is done when they come.
-FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 
 #: Whether two tensors have the same bytes.
 Same = Callable[[Any, Any], bool]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import sys
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
@@ -25,6 +24,7 @@ from parallelkit.errors import (
     UpdateTimeoutError,
 )
 from parallelkit.plugin import EngineCommit
+from parallelkit_vllm.versions import takes
 
 #: What ending a failed commit may take beyond its deadline, in seconds.
 RECOVERY_SECONDS: Final = 5.0
@@ -195,7 +195,7 @@ def _update(engine: Any, version: int, deadline: float) -> Coroutine[Any, Any, A
 
 
 def _finish(engine: Any, version: int) -> Coroutine[Any, Any, Any]:
-    if _takes(engine.finish_weight_update, "weight_version"):  # from vLLM 0.27
+    if takes(engine.finish_weight_update, "weight_version"):  # from vLLM 0.27
         return engine.finish_weight_update(weight_version=str(version))  # type: ignore[no-any-return]
     return engine.finish_weight_update()  # type: ignore[no-any-return]
 
@@ -203,7 +203,7 @@ def _finish(engine: Any, version: int) -> Coroutine[Any, Any, Any]:
 async def _reset(engine: Any) -> None:
     """Forget every cached prefix; the pause did so already, where its mode lets it."""
     reset = engine.reset_prefix_cache
-    whole = _takes(reset, "reset_running_requests")
+    whole = takes(reset, "reset_running_requests")
     done = await (reset(reset_running_requests=True) if whole else reset())
     if done is False:
         raise RuntimeError("the prefix cache was not reset")
@@ -214,13 +214,6 @@ async def _served(engine: Any, notes: list[str]) -> str:
         notes.append("this vLLM keeps no weight version (it came with 0.27)")
         return ""
     return str(await engine.get_weight_version())
-
-
-def _takes(function: Callable[..., Any], parameter: str) -> bool:
-    try:
-        return parameter in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def _refuse_dead(engine: Any, name: str) -> None:

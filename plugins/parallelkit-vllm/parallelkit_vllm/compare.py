@@ -18,7 +18,8 @@ DROPPED: Final = (
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
 )
-_FLOATS: Final = frozenset({"float16", "bfloat16", "float32", "float64"})
+#: A loader casts these to the dtype that the engine computes in.
+FLOATS: Final = frozenset({"float16", "bfloat16", "float32", "float64"})
 #: So many differences are listed in the message; the error carries them all.
 _SHOWN: Final = 20
 #: Names for which the nearest is looked up, which takes time with many.
@@ -226,11 +227,11 @@ class _Comparison:
         """The engine casts floats to its own dtype at loading, so that one is as good."""
         if published == checkpoint:
             return True
-        return checkpoint in _FLOATS and published in _FLOATS and published == self._needed.dtype
+        return checkpoint in FLOATS and published in FLOATS and published == self._needed.dtype
 
     def _dtype_line(self, name: str, published: str, checkpoint: str) -> str:
         allowed = checkpoint
-        if checkpoint in _FLOATS and checkpoint != self._needed.dtype:
+        if checkpoint in FLOATS and checkpoint != self._needed.dtype:
             allowed += f" or {self._needed.dtype}"
         return f"dtype of {name!r}: the publisher has {published}, the engine needs {allowed}"
 

@@ -34,7 +34,7 @@ from parallelkit_vllm.receiving import Receiver, prepare
 from parallelkit_vllm.sharing import SharedWeights, share_weights
 from parallelkit_vllm.sink import DTYPES
 from parallelkit_vllm.stateless import StatelessGroup, stateless_init_process_group
-from parallelkit_vllm.versions import check_version
+from parallelkit_vllm.versions import check_version, worker_rank
 
 __all__ = [
     "ColocateWorkerExtension",
@@ -167,7 +167,7 @@ class ColocateWorkerExtension:
 def _join(worker: Any, address: str, port: int, rank_offset: int, world_size: int) -> None:
     _receiver(worker).forget()
     _leave(worker)
-    rank = _rank(worker) + rank_offset
+    rank = worker_rank(worker.vllm_config) + rank_offset
     try:
         worker.model_update_group = stateless_init_process_group(
             address, port, rank, world_size, _device(worker)
@@ -237,15 +237,6 @@ def _device(worker: Any) -> torch.device:
             'weight_transfer_config={"backend": "parallelkit"}'
         )
     return device
-
-
-def _rank(worker: Any) -> int:
-    """The worker's rank in the engine, over its data-parallel replicas too."""
-    parallel = worker.vllm_config.parallel_config
-    replica: Any = getattr(parallel, "data_parallel_index", None)
-    if replica is None:
-        replica = getattr(parallel, "data_parallel_rank", 0)
-    return int(replica) * int(parallel.world_size) + int(parallel.rank)
 
 
 def _leave(worker: Any) -> None:

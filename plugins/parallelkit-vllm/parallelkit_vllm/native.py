@@ -33,7 +33,7 @@ from parallelkit_vllm.errors import EngineRequestError, EngineVersionError
 from parallelkit_vllm.register import BACKEND
 from parallelkit_vllm.reload import asleep, opened
 from parallelkit_vllm.sink import EngineSink
-from parallelkit_vllm.versions import RANGE, need
+from parallelkit_vllm.versions import RANGE, need, worker_rank
 
 #: Seconds for joining, or for a version to be staged, where a request says nothing.
 TIMEOUT: Final = 60.0
@@ -179,11 +179,7 @@ class Transfer:
     @property
     def member(self) -> int:
         """This worker's rank in the engine, over its data-parallel replicas too."""
-        parallel = self.vllm_config.parallel_config
-        replica: Any = getattr(parallel, "data_parallel_index", None)
-        if replica is None:
-            replica = getattr(parallel, "data_parallel_rank", 0)
-        return int(replica) * int(parallel.world_size) + int(parallel.rank)
+        return worker_rank(self.vllm_config)
 
     @property
     def version(self) -> int:

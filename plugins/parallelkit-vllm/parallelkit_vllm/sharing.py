@@ -15,11 +15,9 @@ import msgspec
 import torch
 import xxhash
 
-from parallelkit import hooks
 from parallelkit.errors import (
     CorruptionError,
     ManifestError,
-    NoBackendError,
     TransportError,
     UnsupportedFeatureError,
 )
@@ -27,6 +25,7 @@ from parallelkit.protocols import ShardedSource, WeightSource
 from parallelkit.weights.exports import export
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.manifest import TensorSpec
+from parallelkit.weights.publishing import source_of
 from parallelkit.weights.segments import HEADER_BYTES, Segment
 from parallelkit_vllm.sink import DTYPES
 
@@ -151,12 +150,7 @@ class SharedWeights:
 
 
 def _source(model: Any) -> WeightSource:
-    source = model if isinstance(model, WeightSource) else hooks.weight_source(model)
-    if source is None:
-        raise NoBackendError(
-            f"no installed plugin reads weights from a {type(model).__module__}."
-            f"{type(model).__qualname__}; for an nn.Module: pip install parallelkit-torch"
-        )
+    source = source_of(model)
     if isinstance(source, ShardedSource):
         source.join(None)
     if source.manifest().mesh is not None:

@@ -108,3 +108,12 @@ def need(owner: Any, name: str, why: str) -> Any:
             f"{' '.join(have) if have else 'no vLLM'}, parallelkit works with vLLM {RANGE}"
         )
     return found
+
+
+def worker_rank(vllm_config: Any) -> int:
+    """A worker's rank in its engine, over the engine's data-parallel replicas too."""
+    parallel = vllm_config.parallel_config
+    replica: Any = getattr(parallel, "data_parallel_index", None)
+    if replica is None:
+        replica = getattr(parallel, "data_parallel_rank", 0)
+    return int(replica) * int(parallel.world_size) + int(parallel.rank)

@@ -7,7 +7,6 @@ and `publisher.`. Steps are compiled; in PyNative they take several times as lon
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ import parallelkit as pk
 from parallelkit.demo.config import Settings
 from parallelkit.demo.digest import digest
 from parallelkit.demo.events import Finished, Started, Step, say
-from parallelkit.demo.lead import Lead
+from parallelkit.demo.lead import Lead, endless
 from parallelkit.demo.process import Parent
 from parallelkit_mindspore.demo.evaluate import cross_entropy, evaluate, likeliest, width
 from parallelkit_mindspore.demo.model import CausalLM
@@ -99,15 +98,6 @@ def optimise(net: Any, settings: Settings) -> Any:
         beta2=0.95,
         eps=1e-8,
     )
-
-
-def endless(loader: Any) -> Iterator[tuple[Any, Any]]:
-    """Go through the data again and again, in another order each epoch."""
-    epoch = 0
-    while True:
-        loader.set_epoch(epoch)
-        yield from loader
-        epoch += 1
 
 
 def count(net: Any) -> int:

@@ -17,6 +17,7 @@ from parallelkit.errors import CheckpointError, NotPlainError
 from parallelkit.plain import TYPES, check
 from parallelkit.plan import ParallelPlan
 from parallelkit.protocols import Plain
+from parallelkit.weights.manifest import SAFETENSORS_DTYPES
 from parallelkit_mindspore.tensors import as_bytes, dtype_name, nbytes
 
 ABOUT: Final = "parallelkit.json"
@@ -28,23 +29,6 @@ FILES: Final[Mapping[str, str]] = {
 FORMAT: Final = 1
 #: What JSON gives back as it was.
 _TYPES: Final = {kind: name for kind, name in TYPES.items() if kind is not bytes}
-#: Our names of dtypes, by those of safetensors.
-_DTYPES: Final[Mapping[str, str]] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-}
 
 
 class Stored(NamedTuple):
@@ -212,7 +196,9 @@ def read(folder: Path, part: str, about: About) -> dict[str, Stored]:
     try:
         rows: Any = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
         return {
-            str(key): Stored(_DTYPES[row["dtype"]], tuple(row["shape"]), bytes(row["data"]))
+            str(key): Stored(
+                SAFETENSORS_DTYPES[row["dtype"]], tuple(row["shape"]), bytes(row["data"])
+            )
             for key, row in rows
         }
     except (safetensors.SafetensorError, KeyError) as error:

@@ -7,9 +7,7 @@ and `publisher.`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,7 +17,7 @@ import parallelkit as pk
 from parallelkit.demo.config import Settings
 from parallelkit.demo.digest import digest
 from parallelkit.demo.events import Finished, Started, Step, say
-from parallelkit.demo.lead import Lead
+from parallelkit.demo.lead import Lead, endless
 from parallelkit.demo.process import Parent
 from parallelkit_torch.demo.evaluate import evaluate, likeliest
 from parallelkit_torch.demo.model import CausalLM
@@ -108,15 +106,6 @@ def optimise(
         betas=(0.9, 0.95),
     )
     return optimiser, torch.optim.lr_scheduler.LambdaLR(optimiser, settings.rate_factor)
-
-
-def endless(loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Go through the data again and again, in another order each epoch."""
-    epoch = 0
-    while True:
-        loader.set_epoch(epoch)
-        yield from loader
-        epoch += 1
 
 
 def count(net: nn.Module) -> int:
