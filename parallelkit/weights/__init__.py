@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallelkit.weights.coordinator import WeightsUnchangedWarning
     from parallelkit.weights.joining import subscribe_weights
     from parallelkit.weights.manifest import Manifest, TensorSpec
+    from parallelkit.weights.outcome import WeightsUnchangedWarning
     from parallelkit.weights.plan import TransferPlan, plan_transfer
     from parallelkit.weights.publisher import WeightPublisher
     from parallelkit.weights.publishing import publish_weights
@@ -25,7 +25,7 @@ _HOMES = {
     "TransferReport": "report",
     "WeightPublisher": "publisher",
     "WeightSubscriber": "subscriber",
-    "WeightsUnchangedWarning": "coordinator",
+    "WeightsUnchangedWarning": "outcome",
     "plan_transfer": "plan",
     "publish_weights": "publishing",
     "subscribe_weights": "joining",

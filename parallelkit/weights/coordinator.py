@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import attrs
@@ -32,7 +32,7 @@ from parallelkit.weights.orders import (
     raise_failed,
     staged,
 )
-from parallelkit.weights.outcome import raise_unless_everywhere
+from parallelkit.weights.outcome import Changes, raise_unless_everywhere
 from parallelkit.weights.report import (
     EngineReport,
     MemberReport,
@@ -44,8 +44,6 @@ from parallelkit.weights.ticket import TicketOffice
 from parallelkit.weights.truth import Truth, hashed_from_plain
 from parallelkit.weights.update import Update
 
-#: After this many committed versions in a row without a changed byte, the report warns.
-UNCHANGED_ALARM: Final = 3
 TICKET_SECONDS: Final = 300.0
 
 
@@ -62,10 +60,6 @@ class Settings:
     timeout: float
     endpoint: str | None
     options: dict[str, object]
-
-
-class WeightsUnchangedWarning(UserWarning):
-    """Several versions in a row were committed without one changed byte."""
 
 
 class Coordinator:
@@ -91,7 +85,7 @@ class Coordinator:
         self._crew = crew
         self._run_id = secrets.token_bytes(16)
         self._kinds = Kinds()
-        self._unchanged = 0
+        self.changes = Changes()
         self._kept: Kept | None = None
         self._phase_hook: Callable[[str], None] = lambda phase: None
         host, _ = parse_endpoint(settings.endpoint)
@@ -389,14 +383,14 @@ class Coordinator:
         engines: list[EngineReport],
         truths: dict[Needs, Truth],
     ) -> TransferReport:
-        ratio, notes = self._changes(truths.values()), []
+        ratio, notes = self.changes.count(truths.values()), []
         if not members:
             notes.append("no member of a complete group was there; nothing was sent")
         if self._kept is not None and not members:
             notes.append("the version is kept for members that join")
         notes += self.members.absent(new=True) + self.engines.absent()
-        if self.unchanged_alarm():
-            notes.append(self.unchanged_alarm())
+        if self.changes.alarm:
+            notes.append(self.changes.alarm)
         if any(report.state == "staged" for report in members):
             notes.append("staged members go live at their next step() or use()")
         report = TransferReport(
@@ -415,27 +409,6 @@ class Coordinator:
         )
         raise_unless_everywhere(report)
         return report
-
-    def unchanged_alarm(self) -> str:
-        """What to warn of when nothing changes for too long, or ""."""
-        if self._unchanged < UNCHANGED_ALARM:
-            return ""
-        return (
-            f"{self._unchanged} versions in a row have not one changed byte: is the model that is "
-            "published the one that is trained?"
-        )
-
-    def _changes(self, truths: Iterable[Truth]) -> float | None:
-        """Share of bytes in buckets that are not as in the last committed version."""
-        changed, total = 0, 0
-        for truth in truths:
-            if truth.changed is None:
-                return None
-            changed, total = changed + truth.changed, total + truth.nbytes
-        if not total:
-            return None
-        self._unchanged = 0 if changed else self._unchanged + 1
-        return changed / total
 
     def _dismiss_broken_groups(self) -> None:
         for member in self.members.everyone():

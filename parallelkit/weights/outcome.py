@@ -2,8 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 from parallelkit.errors import PartialCommitError
 from parallelkit.weights.report import TransferReport
+from parallelkit.weights.truth import Truth
+
+#: After this many committed versions in a row without a changed byte, the report warns.
+UNCHANGED_ALARM: Final = 3
+
+
+class WeightsUnchangedWarning(UserWarning):
+    """Several versions in a row were committed without one changed byte."""
+
+
+class Changes:
+    """How much changed from version to version, and whether nothing did for too long."""
+
+    def __init__(self) -> None:
+        self._unchanged = 0
+
+    def count(self, truths: Iterable[Truth]) -> float | None:
+        """Share of bytes in buckets that are not as in the last committed version, if known."""
+        changed, total = 0, 0
+        for truth in truths:
+            if truth.changed is None:
+                return None
+            changed, total = changed + truth.changed, total + truth.nbytes
+        if not total:
+            return None
+        self._unchanged = 0 if changed else self._unchanged + 1
+        return changed / total
+
+    @property
+    def alarm(self) -> str:
+        """What to warn of when nothing changes for too long, or ""."""
+        if self._unchanged < UNCHANGED_ALARM:
+            return ""
+        return (
+            f"{self._unchanged} versions in a row have not one changed byte: is the model that is "
+            "published the one that is trained?"
+        )
 
 
 def raise_unless_everywhere(report: TransferReport) -> None:

@@ -24,12 +24,12 @@ from parallelkit.weights.coordinator import (
     TICKET_SECONDS,
     Coordinator,
     Settings,
-    WeightsUnchangedWarning,
 )
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.engines import Engine, checked_client
 from parallelkit.weights.exports import explain_exports, exporting_ranks
 from parallelkit.weights.members import Member, dismiss
+from parallelkit.weights.outcome import WeightsUnchangedWarning
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.report import TransferReport, report_from_dict
 from parallelkit.weights.versions import next_version
@@ -191,10 +191,8 @@ class WeightPublisher:
                 f"rank {self._rank} asked for version {version}, rank 0 for {report.version}, "
                 "which was committed: give the same version on every rank"
             )
-        if self._coordinator is not None and self._coordinator.unchanged_alarm():
-            warnings.warn(
-                self._coordinator.unchanged_alarm(), WeightsUnchangedWarning, stacklevel=2
-            )
+        if self._coordinator is not None and self._coordinator.changes.alarm:
+            warnings.warn(self._coordinator.changes.alarm, WeightsUnchangedWarning, stacklevel=2)
         return report
 
     def attach(self, engine: Any, **options: Any) -> Any:

@@ -614,6 +614,28 @@ def test_the_deadline_holds_and_late_replies_are_not_mistaken(publisher, join, s
         assert pulled(end, span) == [view(pattern(SIZE), span).tobytes()]
 
 
+def test_a_late_reply_of_bytes_that_were_written_over_is_not_taken_for_an_altered_one(
+    publisher, join, encrypt, slow
+):
+    """Its digest is of the bytes before; nobody waits for it any more."""
+    end = join(connections=1)
+    answer, late = publisher._gate.answer, [True]
+
+    def written_over(route, frames):
+        reply = answer(route, frames)
+        if late and not encrypt:
+            late.clear()
+            reply[1] = bytes(len(reply[1]))
+        return reply
+
+    publisher._gate.answer = written_over
+    slow.clear()
+    with pytest.raises(UpdateTimeoutError):
+        pulled(end, Span(0, 1 << 16), seconds=0.2)
+    slow.set()
+    assert pulled(end, Span(3, 5)) == [pattern(SIZE)[3:8].tobytes()]
+
+
 def test_close_ends_a_call_that_waits(join, slow):
     end = join()
     slow.clear()
