@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -23,8 +24,12 @@ def scripts() -> tuple[str, str]:
     return before, after
 
 
-def run(script: str, folder: Path, *, ranks: int) -> dict[int, float]:
-    """Losses by epoch, as rank 0 prints them."""
+def run(script: str, folder: Path, *, ranks: int, bare: bool = False) -> dict[int, float]:
+    """Losses by epoch, as rank 0 prints them.
+
+    `bare`: torch alone, whose ranks at times abort at the end of Python, when all work is done
+    (`parallelkit_torch.letting_go` says why, and spares its users that).
+    """
     path = folder / "script.py"
     path.write_text(script)
     with socket.socket() as probe:  # the raw script reads a port from the environment
@@ -34,6 +39,9 @@ def run(script: str, folder: Path, *, ranks: int) -> dict[int, float]:
     argv = [sys.executable, "-W", "error", str(path)]
     results = spawn_ranks(argv, ranks, timeout=300, env=env)
     for result in results:
+        if bare and result.returncode == -signal.SIGABRT:
+            assert result.stderr == "terminate called without an active exception\n"
+            continue
         assert result.returncode == 0, f"rank {result.rank}:\n{result.stderr[-4000:]}"
     found = re.findall(r"^epoch (\d): loss (\d\.\d{5})$", results[0].stdout, re.MULTILINE)
     return {int(epoch): float(loss) for epoch, loss in found}
@@ -41,7 +49,7 @@ def run(script: str, folder: Path, *, ranks: int) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    losses = run(scripts()[0], tmp_path_factory.mktemp("before"), ranks=2)
+    losses = run(scripts()[0], tmp_path_factory.mktemp("before"), ranks=2, bare=True)
     assert sorted(losses) == [0, 1, 2]
     assert losses[2] < losses[0]
     return losses

@@ -25,7 +25,7 @@ from parallelkit.errors import (
 from parallelkit.protocols import Plain
 from parallelkit.specs import GroupSpec
 from parallelkit_torch import checks, devices
-from parallelkit_torch.letting_go import await_gloo
+from parallelkit_torch.letting_go import await_gloo, await_gloo_at_exit
 from parallelkit_torch.rendezvous import meet
 from parallelkit_torch.wire import PrefixStore, Wire
 
@@ -82,6 +82,8 @@ def _adopt(spec: GroupSpec, device: torch.device) -> TorchProcessGroup:
         )
     store = PrefixStore("parallelkit-adopted", dist.distributed_c10d._get_default_store())
     wire = Wire(native, device, spec.timeout, store)
+    if spec.backend == "gloo":
+        await_gloo_at_exit()
     return TorchProcessGroup(wire, spec.backend, spec.local_rank, ours=False)
 
 

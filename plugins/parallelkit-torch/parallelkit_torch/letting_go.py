@@ -13,6 +13,7 @@ when that host goes on.
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -73,6 +74,12 @@ def await_gloo(limit: float = 1.0) -> None:
     while quiet < 2 and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)  # without the lock, which a thread may be waiting for
         quiet = 0 if _runs() else quiet + 1
+
+
+@functools.cache
+def await_gloo_at_exit() -> None:
+    """Have the end of Python wait for gloo's threads; for groups that we do not close."""
+    atexit.register(await_gloo, _END_SECONDS)
 
 
 def _runs() -> bool:

@@ -46,7 +46,7 @@ def test_stopped_rank_zero_blocks_nobody(job: Job) -> None:
     job("failures.py", "stopped", ranks=3)
 
 
-@pytest.mark.parametrize("ending", ["close", "exit"])
+@pytest.mark.parametrize("ending", ["close", "exit", "adopted"])
 def test_ranks_end_well_while_something_holds_the_group(
     ending: str, job: Job, tmp_path: Path
 ) -> None:

@@ -1,7 +1,8 @@
 """Ranks whose groups end right after a collective, while something still holds the group.
 
-`argv[1]` says how many times, `argv[2]` whether ranks close the group ("close") or leave it to
-the end of the process ("exit"), `argv[3]` is an empty folder. Each time two children of this
+`argv[1]` says how many times, `argv[2]` whether ranks close the group ("close"), leave it to the
+end of the process ("exit") or have opened it with torch alone and go on with that ("adopted"),
+`argv[3]` is an empty folder. Each time two children of this
 process, which has imported everything, are the ranks.
 """
 
@@ -25,12 +26,18 @@ def rank(number: int, meeting: Path, ending: str) -> None:
     os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number)}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"PARALLELKIT_RENDEZVOUS_FILE": str(meeting)}
+    if ending == "adopted":
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=2)
     group = pk.init_process_group(framework="torch", device="cpu", timeout=60)
     held.append(group.native)
+    if ending == "adopted":
+        group.close()
     for _ in range(3):
         dist.all_reduce(torch.ones(1000), async_op=True).wait()
     if ending == "close":
         group.close()
+    if ending == "adopted":
+        dist.destroy_process_group()
 
 
 for turn in range(int(sys.argv[1])):
