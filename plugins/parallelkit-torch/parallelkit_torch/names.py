@@ -97,8 +97,7 @@ def slots(module: nn.Module, *, transient: bool = False) -> list[Slot]:
         ManifestError: a part is of a kind whose tensors cannot be told by name, which is given.
     """
     found: list[Slot] = []
-    wrappers = _known_wrappers()
-    _walk(_unwrap(module, wrappers), "", wrappers, found)
+    _walk(module, "", _known_wrappers(), found)
     return found if transient else [slot for slot in found if not slot.transient]
 
 
@@ -167,7 +166,9 @@ def fits(pattern: str, name: str) -> bool:
 
 def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]) -> None:
     # The dicts are copied: another thread may be changing the model, which is told elsewhere.
-    _refuse_kind(module, prefix.rstrip(".") or "the model")
+    name = prefix.rstrip(".") or "the model"
+    module = _unwrap(module, wrappers, name)
+    _refuse_kind(module, name)
     transient = module._non_persistent_buffers_set
     parameters: dict[str, torch.Tensor | None] = module._parameters  # type: ignore[assignment]
     for key, parameter in list(parameters.items()):
@@ -178,7 +179,7 @@ def _walk(module: nn.Module, prefix: str, wrappers: _Wrappers, found: list[Slot]
             found.append(Slot(prefix + key, module._buffers, key, key in transient))
     for key, child in list(module._modules.items()):
         if child is not None:
-            _walk(_unwrap(child, wrappers), f"{prefix}{key}.", wrappers, found)
+            _walk(child, f"{prefix}{key}.", wrappers, found)
 
 
 def _refuse_kind(module: nn.Module, name: str) -> None:
@@ -196,14 +197,27 @@ def _refuse_kind(module: nn.Module, name: str) -> None:
         )
 
 
-def _unwrap(module: nn.Module, wrappers: _Wrappers) -> nn.Module:
+def _unwrap(module: nn.Module, wrappers: _Wrappers, name: str = "") -> nn.Module:
+    """Take off wrappers; with a name, raise `ManifestError` for one that has tensors of its own."""
     while True:
         for kind, attribute in wrappers:
             if isinstance(module, kind):
+                if name:
+                    _refuse_own(module, attribute, name)
                 module = getattr(module, attribute)
                 break
         else:
             return module
+
+
+def _refuse_own(wrapper: nn.Module, attribute: str, name: str) -> None:
+    held: list[dict[str, Any]] = [wrapper._parameters, wrapper._buffers, wrapper._modules]
+    own = [key for d in held for key, value in d.items() if key != attribute and value is not None]
+    if own:
+        raise ManifestError(
+            f"{name!r} is a {type(wrapper).__qualname__}, a wrapper that is taken off, and "
+            f"{own[0]!r} of its own would stay behind; give it to the module that is wrapped"
+        )
 
 
 def _known_wrappers() -> _Wrappers:

@@ -55,14 +55,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def stages(module: nn.Module) -> list[tuple[int, nn.Module]] | None:
     """The pipeline stages of a model that is cut into them, by position; None for a whole model.
 
-    Such a model has `stage_modules`, whose tensors have the names of the whole model, and
-    `indices`, their places among all stages.
+    Such a model, as `PipelineModule`, has tuples: `stage_modules`, whose tensors have the names of
+    the whole model, and `indices`, their places among all stages. It has no tensor besides; a
+    model that does merely has attributes of these names.
     """
     plain = names.unwrap(module)
     parts, indices = (getattr(plain, name, None) for name in ("stage_modules", "indices"))
-    if parts is None or indices is None or len(parts) != len(indices):
+    if not isinstance(parts, tuple) or not isinstance(indices, tuple):
         return None
-    return sorted(zip(indices, parts, strict=True), key=lambda stage: stage[0])
+    if len(parts) != len(indices) or not all(isinstance(part, nn.Module) for part in parts):
+        return None
+    known = {name for part in parts for name in names.plain_names(part)}
+    if not known.issuperset(names.plain_names(plain)):
+        return None
+    pairs = zip(indices, parts, strict=True)
+    return sorted(pairs, key=lambda stage: stage[0])
 
 
 def is_spread(module: nn.Module) -> bool:

@@ -46,7 +46,18 @@ def unreadable(tensor: torch.Tensor) -> str | None:
         return f"has layout {tensor.layout}; only dense tensors can be transferred"
     if dtype_name(tensor) not in DTYPE_BYTES:
         return f"has dtype {dtype_name(tensor)!r}; allowed are {', '.join(DTYPE_BYTES)}"
+    if _lacks_memory(tensor):
+        return "has no memory behind it: its storage was freed or made smaller (offloaded?)"
     return None
+
+
+def _lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements lie outside of the storage, which torch lets anyone resize."""
+    if not tensor.numel():
+        return False
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    last = tensor.storage_offset() + sum(stride * (size - 1) for stride, size in steps)
+    return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
@@ -109,7 +120,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat if flat.stride() == (1,) else flat.as_strided((1,), (1,))  # one element alone
 
 
 def _view(flat: torch.Tensor) -> memoryview:

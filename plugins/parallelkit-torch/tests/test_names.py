@@ -44,6 +44,28 @@ def test_wrappers_in_the_middle_of_a_model() -> None:
     assert names.plain_names(net) == plain
 
 
+class Headed(nn.DataParallel):  # type: ignore[type-arg]
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.head = nn.Linear(2, 2)
+
+
+def with_buffer(inner: nn.Module) -> nn.Module:
+    compiled: nn.Module = torch.compile(inner, backend="eager")  # type: ignore[assignment]
+    compiled.register_buffer("head", torch.ones(1))  # goes to the wrapper
+    return compiled
+
+
+@pytest.mark.parametrize("wrap", [Headed, with_buffer])
+def test_tensors_of_a_wrapper_itself_do_not_stay_behind_in_silence(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    with pytest.raises(ManifestError, match="'inner' is a .*a wrapper.*'head' of its own"):
+        weight_source(nn.ModuleDict({"inner": wrap(nn.Linear(2, 2))}))
+    with pytest.raises(ManifestError, match="'the model' is a "):
+        weight_sink(wrap(nn.Linear(2, 2)))
+
+
 def test_unwrap_and_uncompiled() -> None:
     net = Net()
     compiled = torch.compile(net, backend="eager")

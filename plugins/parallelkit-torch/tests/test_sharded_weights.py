@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from parallelkit_torch import names
 from parallelkit_torch.sharded_weights import ShardedModuleSource, weight_source
 from parallelkit_torch.sharding import stages
 from parallelkit_torch.weights import ModuleSource
@@ -68,6 +70,26 @@ def test_stages_come_in_their_order() -> None:
     late, early = nn.Linear(2, 2), nn.Linear(2, 2)
     assert stages(Staged(s3=late, s1=early)) == [(1, early), (3, late)]
     assert stages(nn.Linear(2, 2)) is None
+
+
+class Named(nn.Module):
+    """Has what stages are known by, in a model that is whole."""
+
+    def __init__(self, kind: Callable[[list[nn.Module]], Any]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.stage_modules, self.indices = kind(list(self.blocks)), (0, 1)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, nn.ModuleList])
+def test_attributes_of_these_names_do_not_cut_a_whole_model(
+    kind: Callable[[list[nn.Module]], Any],
+) -> None:
+    model = Named(kind)
+    assert stages(model) is None
+    source = weight_source(model)
+    assert [tensor.name for tensor in source.manifest().tensors] == names.plain_names(model)
 
 
 def test_one_process_can_hold_all_stages() -> None:

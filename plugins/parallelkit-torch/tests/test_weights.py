@@ -324,6 +324,29 @@ def test_sink_gives_back_the_wrapper_and_needs_plain_names() -> None:
     assert not differences(ModuleSource(compiled).manifest(), sink.needs())
 
 
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_memory_that_was_freed_is_noticed_on_both_sides(nbytes: int) -> None:
+    source, sink = ModuleSource(source_module := Tied()), ModuleSink(target := Tied())
+    for module in (source_module, target):
+        module.body.weight.untyped_storage().resize_(nbytes)
+    with pytest.raises(ManifestError, match=r"'body\.weight' has no memory behind it"):
+        source.begin()
+    with pytest.raises(ManifestError, match=r"'body\.weight' has no memory behind it"):
+        sink.check()
+    with pytest.raises(ManifestError, match=r"'body\.weight' has no memory behind it"):
+        ModuleSource(target)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_element_with_any_stride(shape: tuple[int, ...]) -> None:
+    def strided(value: float) -> torch.Tensor:
+        return torch.full((9,), value).as_strided(shape, (4,) * len(shape), 3)
+
+    a, b = Holder(t=strided(1.0)), Holder(t=strided(2.0))
+    transfer(ModuleSource(a), ModuleSink(b))
+    assert b.t.flatten().tolist() == [1.0]
+
+
 def test_no_tensors_at_all() -> None:
     source = ModuleSource(nn.ReLU())
     assert source.manifest().tensors == ()

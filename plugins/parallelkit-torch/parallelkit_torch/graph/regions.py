@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelkit.errors import ExecutionModeError
-from parallelkit_torch import kinds, names
+from parallelkit_torch import kinds, names, sharding
 
 _Parts = list[tuple[str, nn.Module]]
 
@@ -25,9 +25,9 @@ def parts(model: nn.Module, regions: str | tuple[str, ...]) -> _Parts:
     Raises:
         ExecutionModeError: nothing repeats, or no module has a name that fits.
     """
-    stages = getattr(model, "stage_modules", None)
+    stages = sharding.stages(model)
     if stages is not None:  # a pipeline runs these, and never the module that holds them
-        return _of_stages(stages, regions)
+        return _of_stages([stage for _, stage in stages], regions)
     while isinstance(model, DistributedDataParallel):
         model = model.module
     if regions == "whole":
