@@ -201,14 +201,16 @@ class Spreads:
                 f"group that publishes (ranks {list(self._positions)[:16]}); publish with "
                 "group= of all ranks of the mesh"
             )
-        ranks = torch.tensor([self._positions[rank] for rank in world]).reshape(mesh.mesh.shape)
+        ranks = torch.tensor([self._positions[rank] for rank in world], device="cpu").reshape(
+            mesh.mesh.shape
+        )
         known = mesh.mesh_dim_names or (None,) * ranks.ndim
         digits, places = [], ranks.flatten()[:1].reshape((1,) * ranks.ndim)
         for axis, degree in enumerate(ranks.shape):
             if degree == 1:
                 continue
             stride = int(ranks.select(axis, 1).flatten()[0] - ranks.flatten()[0])
-            steps = torch.arange(degree) * stride
+            steps = torch.arange(degree, device="cpu") * stride
             places = places + steps.reshape([-1 if d == axis else 1 for d in range(ranks.ndim)])
             digits.append(Digit(degree, stride, known[axis]))
         first = int(ranks.flatten()[0])

@@ -135,7 +135,7 @@ def fill(name: str, tensor: torch.Tensor, data: memoryview) -> None:
     Raises:
         ManifestError: these are not as many bytes as the tensor has.
     """
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     into = as_bytes(staged)
     if data.nbytes != into.nbytes:
         raise ManifestError(f"tensor {name!r} has {into.nbytes} bytes, {data.nbytes} were given")

@@ -279,7 +279,7 @@ def _home(spec: TensorSpec, tensor: torch.Tensor, buffer: memoryview) -> torch.T
             f"got one of {buffer.nbytes} (read-only: {buffer.readonly})"
         )
     if spec.nbytes == 0:
-        return torch.empty(spec.shape, dtype=tensor.dtype)
+        return torch.empty(spec.shape, dtype=tensor.dtype, device="cpu")
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer.cast("B")))
     if address % tensor.element_size():
         raise UnsupportedFeatureError(

@@ -302,6 +302,14 @@ def test_a_surrounding_autocast_computes_with_what_was_placed(grad: bool) -> Non
         assert not torch.equal(after, before)
 
 
+def test_a_default_device_does_not_move_what_is_on_the_way() -> None:
+    """As `torch.set_default_device("cuda")` in a script: what is made here is the host's."""
+    a, b = Holder(t=torch.randn(3, 4).t()), Holder(t=torch.zeros(3, 4).t())
+    with torch.device("meta"):
+        transfer(ModuleSource(a), ModuleSink(b))
+    assert torch.equal(a.t, b.t)
+
+
 def test_finish_with_inference_tensors() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)

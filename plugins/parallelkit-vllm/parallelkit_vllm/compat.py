@@ -188,7 +188,7 @@ def _update(worker: Any, name: str, dtype: Any, shape: Any) -> None:
     except ParallelKitError as error:
         group.refuse(str(error))
         raise
-    tensor = torch.empty(admitted.spec.shape, dtype=DTYPES[admitted.spec.dtype])
+    tensor = torch.empty(admitted.spec.shape, dtype=DTYPES[admitted.spec.dtype], device="cpu")
     try:
         group.broadcast(tensor, src=0)
     except CollectiveTimeoutError as error:

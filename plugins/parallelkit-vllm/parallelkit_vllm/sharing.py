@@ -212,7 +212,7 @@ class Reader:
                 tensors=[spec.name],
             )
         if not data:
-            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="cpu")
         flat = torch.frombuffer(data, dtype=torch.uint8)
         return flat.view(DTYPES[spec.dtype]).reshape(spec.shape)
 

@@ -203,7 +203,7 @@ def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
     """
     flat = data.cast("B") if data.nbytes else data
     if not flat.nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if flat.readonly:
         flat = memoryview(bytearray(flat))
     raw = torch.frombuffer(flat, dtype=torch.uint8)

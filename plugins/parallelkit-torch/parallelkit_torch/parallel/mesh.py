@@ -70,7 +70,7 @@ class Meshes:
         import torch.distributed as dist
 
         ranks = dist.get_process_group_ranks(self._group.native)
-        return torch.tensor(ranks, dtype=torch.int)
+        return torch.tensor(ranks, dtype=torch.int, device="cpu")
 
 
 DATA: Final = ("data", "data_shard")

@@ -164,7 +164,7 @@ class Replay:
         flat = source.reshape(-1).view(torch.uint8)
         for route in routes:
             live = self.live(route)
-            scratch = torch.empty(live.shape, dtype=live.dtype)
+            scratch = torch.empty(live.shape, dtype=live.dtype, device=live.device)
             scratch.copy_(_source(flat, route))
             if not torch.equal(_bits(scratch), _bits(live)):
                 return self._places[route.place].name
@@ -175,7 +175,7 @@ class Replay:
         direct = self.direct(spec, routes)
         if direct is not None:
             return direct
-        out = torch.empty(math.prod(spec.shape), dtype=DTYPES[spec.dtype])
+        out = torch.empty(math.prod(spec.shape), dtype=DTYPES[spec.dtype], device="cpu")
         flat = out.view(torch.uint8)
         with torch.no_grad():
             for route in routes:

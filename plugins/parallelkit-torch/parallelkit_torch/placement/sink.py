@@ -141,7 +141,7 @@ class LoadedModule:
         if routes is not None or not spec.nbytes:
             self._replay.write(data, routes or ())
             return
-        staged = torch.empty(math.prod(spec.shape), dtype=DTYPES[spec.dtype])
+        staged = torch.empty(math.prod(spec.shape), dtype=DTYPES[spec.dtype], device="cpu")
         tensors.as_bytes(staged)[:] = data.cast("B")
         self._pending[index] = staged.reshape(spec.shape)
 
@@ -257,7 +257,7 @@ class LoadedModule:
         given = {spec.name: self._pending.get(i) for i, spec in enumerate(manifest.unique)}
         for spec in manifest.unique:
             if not spec.nbytes and not self._compared:  # has no bytes to come, and is a name
-                given[spec.name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+                given[spec.name] = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="cpu")
         named = ((t.name, given[t.alias_of or t.name]) for t in manifest.tensors)
         offered = {name: tensor for name, tensor in named if tensor is not None}
         try:

@@ -52,6 +52,22 @@ def step(publisher: pk.WeightPublisher, follower: pk.WeightSubscriber) -> pk.Tra
     return reports[0]
 
 
+def test_a_default_device_does_not_move_what_is_on_the_way() -> None:
+    model, follows = nn.Linear(3, 2), nn.Linear(3, 2)
+    change(model, 1)
+
+    def load(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            follows.get_parameter(name).data.copy_(tensor * 2 if name == "bias" else tensor)
+
+    with pk.publish_weights(model, timeout=20) as publisher:
+        with pk.subscribe_weights(follows, publisher.ticket, loader=load) as follower:
+            with torch.device("meta"):
+                assert step(publisher, follower).members[0].state == "committed"
+    assert torch.equal(follows.weight, model.weight)
+    assert torch.equal(follows.bias, model.bias * 2)
+
+
 @pytest.mark.parametrize("verify", ["digest", "readback"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_follows_a_trainer_of_other_names(verify: str, dtype: torch.dtype) -> None:
