@@ -375,7 +375,10 @@ class WeightSubscriber:
                 raise
             except BaseException as error:
                 self._torn = f"placing version {version} failed: {type(error).__name__}: {error}"
-                raise QuarantinedError(self._torn) from error
+                if isinstance(error, Exception):
+                    raise QuarantinedError(self._torn) from error
+                error.add_note(f"this subscriber is quarantined: {self._torn}")
+                raise
             self._version = version
             self._torn = ""
 

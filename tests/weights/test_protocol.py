@@ -787,6 +787,25 @@ def test_an_interrupt_at_a_prepared_subscriber_is_quarantine_on_both_sides(bench
     assert follower.subscriber.version == 3
 
 
+def test_an_interrupt_while_what_was_staged_goes_live_is_raised_as_itself(bench, monkeypatch):
+    publisher = bench.publish()
+    follower = bench.follow()
+    follower.subscriber.serve()
+    publisher.update()
+
+    def interrupt(workers):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follower.subscriber._placement, "place_staged", interrupt, raising=False)
+    with pytest.raises(KeyboardInterrupt), follower.subscriber.use():
+        pass
+    assert follower.subscriber.state == "quarantined"
+    with follower.subscriber.use():  # what was staged is there still
+        assert follower.subscriber.version == 1
+    assert follower.subscriber.state == "current"
+
+
 def test_who_is_lost_between_updates_is_named_in_the_next_report(bench):
     publisher = bench.publish()
     stays, leaves = bench.follow(), bench.follow()
