@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from parallelkit.plan import ParallelPlan
     from parallelkit.specs import EngineCommit
+    from parallelkit.weights import overlap
     from parallelkit.weights.layout import Region
     from parallelkit.weights.manifest import Manifest
     from parallelkit.weights.regions import Bytes, Span
@@ -381,6 +382,23 @@ class RegionSink(WeightSink, Protocol):
         """What is kept of each unique tensor of `needs`, in global coordinates; None: nothing.
 
         Asked once, when the target joins. What is kept of a tensor stays the same.
+        """
+
+
+@runtime_checkable
+class LocatedSink(WeightSink, Protocol):
+    """A target that can tell which live memory it writes, also what it writes itself.
+
+    By that another subscriber's writes to a part of it are noticed. Of other sinks only what
+    `destination` gave is known.
+    """
+
+    def live_memory(self) -> Sequence[overlap.Span]:
+        """Where everything lies that an update writes; spans may overlap one another.
+
+        Asked after `begin`, and again after `finish` or an error, in the same thread. Does not
+        raise. While nothing moved the answer is the same object, so that no one has to look
+        through it again. `space` is the device as a string; of the host's memory `"cpu"`.
         """
 
 
