@@ -429,6 +429,15 @@ class PublisherTransport(Protocol):
 
 
 @runtime_checkable
+class NetworkTransport(PublisherTransport, Protocol):
+    """A transport whose bytes leave the process by a network, as reports say."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether nobody between the two ends can read them."""
+
+
+@runtime_checkable
 class SubscriberTransport(Protocol):
     """A member's end of a transport, to one publisher rank."""
 

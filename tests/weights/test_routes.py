@@ -103,8 +103,19 @@ def test_explain_says_what_else_is_open_and_what_is_not():
 
 
 def test_posts_come_through_a_broadcast():
-    post = Post(3, attrs.evolve(HERE, device_uuids=("GPU-1",)), 512, BOTH)
+    here = attrs.evolve(HERE, device_uuids=("GPU-1",))
+    post = Post(3, here, 512, BOTH, {"tcp": False})
     assert Post.from_plain(post.to_plain()) == post
+
+
+def test_what_is_encrypted_is_what_every_rank_says():
+    made = routes()
+    first, second = ({"tcp": one} for one in (True, False))
+    made.posts = {0: Post(0, HERE, 256, BOTH, first)}
+    assert made.encrypted("tcp") is made.encrypted("shm+tcp") is True
+    assert made.encrypted("shm") is made.encrypted("") is None
+    made.posts[1] = Post(1, HERE, 256, BOTH, second)
+    assert made.encrypted("tcp") is False
 
 
 def test_transports_are_listed_once():
@@ -138,10 +149,20 @@ def test_a_member_elsewhere_comes_by_tcp_while_one_here_maps_the_arena(bench, mo
     report = bench.update()
     assert [m.transport for m in report.members] == ["shm", "tcp"]
     assert report.transport == "shm, tcp"
+    assert [m.encrypted for m in report.members] == [None, True]
     assert values(near.model) == values(far.model) == {1.0}
     assert near.subscriber._placement.readers.mapped
     assert not far.subscriber._placement.readers.mapped
     assert "for other members: tcp" in publisher.explain()
+
+
+@pytest.mark.parametrize(("encrypt", "said"), [(True, "encrypted"), (False, "in the clear")])
+def test_a_report_says_what_a_network_could_see(bench, encrypt, said):
+    bench.publish(transport="tcp", encrypt=encrypt)
+    bench.follow()
+    report = bench.update()
+    assert report.members[0].encrypted is encrypt
+    assert f"by tcp, {said}\n" in f"{report}\n"
 
 
 def test_a_member_elsewhere_is_refused_where_only_memory_is_shared(bench, monkeypatch):
