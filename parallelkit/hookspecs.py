@@ -146,7 +146,7 @@ def parallelkit_open_transport(spec: specs.TransportSpec) -> protocols.Publisher
     """Open one publisher rank's end of `spec.name`. *First result.* None: not my transport.
 
     Called in every rank that hands parts out, and told options of all transports: ignore those
-    of others.
+    of others. What no candidate names among its options was refused before.
     """
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from parallelkit.plan import ParallelPlan
     from parallelkit.specs import EngineCommit
+    from parallelkit.weights import overlap
     from parallelkit.weights.layout import Region
     from parallelkit.weights.manifest import Manifest
     from parallelkit.weights.regions import Bytes, Span
@@ -385,6 +386,23 @@ class RegionSink(WeightSink, Protocol):
 
 
 @runtime_checkable
+class LocatedSink(WeightSink, Protocol):
+    """A target that can tell which live memory it writes, also what it writes itself.
+
+    By that another subscriber's writes to a part of it are noticed. Of other sinks only what
+    `destination` gave is known.
+    """
+
+    def live_memory(self) -> Sequence[overlap.Span]:
+        """Where everything lies that an update writes; spans may overlap one another.
+
+        Asked after `begin`, and again after `finish` or an error, in the same thread. Does not
+        raise. While nothing moved the answer is the same object, so that no one has to look
+        through it again. `space` is the device as a string; of the host's memory `"cpu"`.
+        """
+
+
+@runtime_checkable
 class PublisherTransport(Protocol):
     """One publisher rank's end of a transport: an arena of what it hands out, and its epoch.
 
@@ -408,6 +426,15 @@ class PublisherTransport(Protocol):
         """Advance the epoch: whatever was read before is void. Returns the new epoch."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class NetworkTransport(PublisherTransport, Protocol):
+    """A transport whose bytes leave the process by a network, as reports say."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether nobody between the two ends can read them."""
 
 
 @runtime_checkable

@@ -277,12 +277,17 @@ class TransportCandidate:
         reach: can it connect the two ends.
         cost: estimated seconds for a gigabyte; lower wins.
         reason: one sentence for `explain()`.
+        publish_options: names of the options of `publish_weights` that are for it; None where it
+            does not tell, so that none can be refused as unknown.
+        subscribe_options: the same of `subscribe_weights`.
     """
 
     name: str
     reach: bool
     cost: float
     reason: str
+    publish_options: tuple[str, ...] | None = None
+    subscribe_options: tuple[str, ...] | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from parallelkit import hooks
 from parallelkit.errors import TransportError
-from parallelkit.protocols import PublisherTransport
+from parallelkit.protocols import NetworkTransport, PublisherTransport
 from parallelkit.specs import TransportSpec
 from parallelkit.weights.buckets import as_bytes
 from parallelkit.weights.regions import Bytes
@@ -78,6 +78,11 @@ class Arena:
     def offers(self) -> dict[str, bytes]:
         """By transport, how to reach this memory."""
         return {transport.name: transport.offer() for transport in self._transports}
+
+    def encrypted(self) -> dict[str, bool]:
+        """By transport, whether bytes are encrypted on their way, of those that use a network."""
+        networks = [t for t in self._transports if isinstance(t, NetworkTransport)]
+        return {transport.name: transport.encrypted for transport in networks}
 
     def close(self) -> None:
         """Close the transports, the one that made the memory last; harmless when repeated."""

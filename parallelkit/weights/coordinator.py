@@ -402,7 +402,9 @@ class Coordinator:
             verified=verified_by_all(self.settings.verify, self.settings.commit, members),
             phases=update.phases,
             started_at=started,
-            members=tuple(members),
+            members=tuple(
+                attrs.evolve(r, encrypted=self.routes.encrypted(r.transport)) for r in members
+            ),
             engines=tuple(engines),
             changed_ratio=ratio,
             notes=tuple(notes),

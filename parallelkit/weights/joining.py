@@ -25,6 +25,7 @@ from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.manifest import Manifest, check_exact, check_manifest
 from parallelkit.weights.moves import needs_of
+from parallelkit.weights.options import check_subscribe_options
 from parallelkit.weights.placement import Placement
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.readers import Readers
@@ -113,6 +114,7 @@ def subscribe_weights(
             check_exact(published, needs, partial=isinstance(sink, RegionSink))
             kept = needs_of(sink, needs, published)
             plan = plan_transfer(published, kept)
+            check_subscribe_options(options)
             readers = connect(welcome, plan, options)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))

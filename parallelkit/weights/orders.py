@@ -142,7 +142,8 @@ def open_exporter(
     )
     arena = Arena(opening.names, spec, opening.slots)
     exporter = Exporter(source, mine, arena, opening.run_id, check_finite=opening.check_finite)
-    return exporter, Post(rank, host_identity(), arena.slot_bytes, arena.offers())
+    here, size = host_identity(), arena.slot_bytes
+    return exporter, Post(rank, here, size, arena.offers(), arena.encrypted())
 
 
 def do_together(

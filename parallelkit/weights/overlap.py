@@ -35,6 +35,19 @@ class Span(NamedTuple):
         reach = sum(step * (n - 1) for step, n in zip(self.steps, self.shape, strict=True))
         return self.start + reach + self.item
 
+    @property
+    def joined(self) -> Span:
+        """The same bytes with as few dims as possible, those without gaps part of the item."""
+        dims = sorted((step, n) for step, n in zip(self.steps, self.shape, strict=True) if n > 1)
+        item, left = self.item, list[tuple[int, int]]()
+        for step, n in dims:
+            if not left and step == item:
+                item *= n
+            else:
+                left.append((step, n))
+        shape, steps = tuple(n for _, n in left), tuple(step for step, _ in left)
+        return self._replace(item=item, shape=shape, steps=steps)
+
     def within(self, mask: np.ndarray[Any, Any], base: int, unit: int) -> np.ndarray[Any, Any]:
         """The part of `mask`, one flag for each `unit` bytes from `base`, that is this tensor."""
         return np.lib.stride_tricks.as_strided(
@@ -78,6 +91,38 @@ def overlap(spans: Iterable[Span]) -> tuple[str, str] | None:
     return None
 
 
+def shared(ours: Iterable[Span], theirs: Iterable[Span]) -> bool:
+    """Whether an element of one group has memory in common with one of the other.
+
+    Exact, as `overlap`. Those of one group may overlap one another.
+    """
+    spaces: dict[Hashable, list[Span]] = {}
+    for side, group in (("ours", ours), ("theirs", theirs)):
+        for span in group:
+            spaces.setdefault(span.space, []).append(span.joined._replace(name=side))
+    return any(
+        _shared_within(cluster)
+        for together in spaces.values()
+        for cluster in _clusters(together)
+        if len({span.name for span in cluster}) > 1
+    )
+
+
+def _shared_within(cluster: Sequence[Span]) -> bool:
+    """Whether spans of two names meet; they are in order of their starts."""
+    reached = {"ours": 0, "theirs": 0}  # the end of each side's spans without gaps
+    for span in cluster:
+        if any(span.start < end for side, end in reached.items() if side != span.name):
+            return True
+        if not span.shape:
+            reached[span.name] = max(reached[span.name], span.end)
+    mask, base, unit = _flags(cluster)
+    for span in cluster:
+        if span.name == "ours":
+            span.within(mask, base, unit)[...] = True
+    return any(span.within(mask, base, unit).any() for span in cluster if span.name == "theirs")
+
+
 def _clusters(spans: list[Span]) -> Iterator[list[Span]]:
     """Groups of spans that touch one another; a span on its own is in none."""
     spans.sort(key=lambda span: span.start)
@@ -95,9 +140,7 @@ def _clusters(spans: list[Span]) -> Iterator[list[Span]]:
 
 
 def _overlap_within(cluster: list[Span]) -> tuple[str, str] | None:
-    base, end = cluster[0].start, max(span.end for span in cluster)
-    unit = math.gcd(*(n for s in cluster for n in (s.item, s.start - base, *s.steps)))
-    mask = np.zeros((end - base) // unit, np.bool_)
+    mask, base, unit = _flags(cluster)
     for position, span in enumerate(cluster):
         mine = span.within(mask, base, unit)
         if mine.any():
@@ -108,3 +151,10 @@ def _overlap_within(cluster: list[Span]) -> tuple[str, str] | None:
                     return other.name, span.name
         mine[...] = True
     return None
+
+
+def _flags(cluster: Sequence[Span]) -> tuple[np.ndarray[Any, Any], int, int]:
+    """A flag for each unit of memory that spans are made of, the first address, and the unit."""
+    base, end = cluster[0].start, max(span.end for span in cluster)
+    unit = math.gcd(*(n for s in cluster for n in (s.item, s.start - base, *s.steps)))
+    return np.zeros((end - base) // unit, np.bool_), base, unit

@@ -9,7 +9,8 @@ import attrs
 import numpy as np
 
 from parallelkit.errors import CorruptionError, ProtocolError, TransportError
-from parallelkit.protocols import LoaderSink, WeightSink
+from parallelkit.protocols import LoaderSink, LocatedSink, WeightSink
+from parallelkit.weights import overlap as spans
 from parallelkit.weights.buckets import (
     Load,
     Table,
@@ -82,10 +83,12 @@ class Placement:
         self.plan: TransferPlan = readers.plan
         self.repeated = 0
         self.staged_version = 0
-        #: Live memory, as far as the last version went straight there.
-        self.written: list[Bytes] = []
         self._sink = sink
         self._loading = sink if isinstance(sink, LoaderSink) else None
+        self._located = sink if isinstance(sink, LocatedSink) else None
+        self._begun = False  # whether any live memory may have been written, by the last version
+        self._direct: list[Bytes] = []  # live memory that it went straight to
+        self._spans: tuple[spans.Span, ...] = ()  # where that lies
         self._verify = verify
         self._run_id = run_id
         self._order = match(self.plan.manifest, needs)
@@ -112,6 +115,19 @@ class Placement:
             return self._loading.explain()
         kept = sum(1 for _ in self._kept())
         return f"{kept} tensors, each placed under its own name"
+
+    @property
+    def memory(self) -> Sequence[spans.Span]:
+        """Live memory that the last version was written to, as far as that is known.
+
+        The same object as long as it is the same memory.
+        """
+        if self._located is not None:
+            return self._located.live_memory() if self._begun else ()
+        found = tuple(_where(live) for live in self._direct if live.nbytes)
+        if found != self._spans:
+            self._spans = found
+        return self._spans
 
     @property
     def verified(self) -> tuple[int, int]:
@@ -195,8 +211,7 @@ class Placement:
             ProtocolError: there are not as many digests as buckets.
         """
         digests = self._expected(fetch.version, expected)
-        self.written = []
-        self._sink.begin()
+        self._begin()
         memories: dict[int, Bytes] = {}
         indirect: list[int] = []
         for tensor, _, size in self._kept():
@@ -206,7 +221,7 @@ class Placement:
                 memories[tensor] = np.empty(size, np.uint8)
             else:
                 memories[tensor] = _writable(target, size)
-                self.written.append(memories[tensor])
+                self._direct.append(memories[tensor])
         self._bring_verified(fetch, memories, digests, workers)
         for tensor in indirect:
             self._sink.write(self._order[tensor], memories[tensor].data)
@@ -255,7 +270,7 @@ class Placement:
     def release(self) -> None:
         """Let go of every view of the arenas."""
         self._source = self._live = self._spare = self._staging = None
-        self.written = []
+        self._direct = []
 
     # --- fetching
 
@@ -361,21 +376,26 @@ class Placement:
 
     # --- placing
 
+    def _begin(self) -> None:
+        """Let the sink begin; until it has, nothing was written."""
+        self._begun, self._direct = False, []
+        self._sink.begin()
+        self._begun = True
+
     def _copy(self, received: Received, workers: Workers) -> None:
         """Copy moves into the sink's live memory, or hand it what it writes itself."""
         moves, memory = received
         self._live, self._hashed_live = received, 0
         pairs: list[tuple[Bytes, Bytes]] = []
         strided: list[tuple[Bytes, Move]] = []
-        self.written = []
-        self._sink.begin()
+        self._begin()
         for tensor, size, parts in moves:
             target = self._sink.destination(self._order[tensor])
             if target is None:
                 self._sink.write(self._order[tensor], gathered(parts, size, memory).data)
                 continue
             live = _writable(target, size)
-            self.written.append(live)
+            self._direct.append(live)
             for move in parts:
                 if move.source.steps or move.target.steps:
                     strided.append((live, move))
@@ -435,6 +455,11 @@ def _alone(memories: dict[int, Bytes]) -> Received:
     whole = {t: Span(0, data.nbytes) for t, data in memories.items()}
     moves = [Moves(t, span.run, [Move(t, span, span)]) for t, span in whole.items()]
     return Received(moves, lambda move: memories[move.rank or 0])
+
+
+def _where(live: Bytes) -> spans.Span:
+    """Where contiguous bytes of the host lie."""
+    return spans.Span("", live.__array_interface__["data"][0], live.nbytes, (), ())
 
 
 def _writable(target: memoryview, size: int) -> Bytes:

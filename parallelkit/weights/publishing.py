@@ -17,6 +17,7 @@ from parallelkit.weights.collective import agree
 from parallelkit.weights.coordinator import Settings
 from parallelkit.weights.endpoint import check_timeout
 from parallelkit.weights.manifest import check_manifest
+from parallelkit.weights.options import check_publish_options
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.publisher import WeightPublisher
 
@@ -121,6 +122,7 @@ def publish_weights(
                 "version cannot be kept while it trains; choose one of them"
             )
         source = source_of(model)
+        check_publish_options(options)
         what = "a model in parts"
         if not isinstance(source, ShardedSource):
             check_manifest(source.manifest(), source)

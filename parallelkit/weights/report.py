@@ -32,6 +32,7 @@ class MemberReport:
         pause_seconds: how long its live memory was being written; 0 when staged.
         reason: of a quarantine or loss.
         transport: how its bytes came: `shm`, `tcp`, or `shm+tcp` from several ranks.
+        encrypted: whether they were encrypted on a network; None where they came by none.
         sources: pairs of a publisher rank and the bytes that it got from there.
         repeated: buckets that it had to fetch a second time, in place.
         live_tensors: tensors of which live memory was hashed, after they were placed.
@@ -47,6 +48,7 @@ class MemberReport:
     pause_seconds: float = 0.0
     reason: str = ""
     transport: str = ""
+    encrypted: bool | None = None
     sources: tuple[tuple[int, int], ...] = ()
     repeated: int = 0
     live_tensors: int = 0
@@ -177,6 +179,7 @@ class TransferReport:
             "seconds": self.seconds,
             "gigabytes_per_second": self.gigabytes_per_second,
             "pause_seconds": self.pause_seconds,
+            "quarantined": list(self.quarantined),
         }
 
     def to_json(self) -> str:
@@ -270,16 +273,17 @@ def _engine_line(engine: EngineReport) -> str:
 
 
 def _where_from(member: MemberReport) -> str:
-    """`, 12.5 MB by tcp from ranks 0-3`: said unless everything is rank 0's."""
+    """`, 12.5 MB by tcp from ranks 0-3, encrypted`: said unless everything is rank 0's memory."""
     ranks = [rank for rank, _ in member.sources]
+    seen = {None: "", True: ", encrypted", False: ", in the clear"}[member.encrypted]
     if not ranks or ranks == [0]:
-        return f", by {member.transport}" if member.transport not in ("", "shm") else ""
+        return f", by {member.transport}{seen}" if member.transport not in ("", "shm") else ""
     apart = len(ranks) != ranks[-1] - ranks[0] + 1
     listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     text = listed if apart else f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
     return (
         f", {member.nbytes / 1e6:.1f} MB by {member.transport} from "
-        f"rank{'s' if len(ranks) > 1 else ''} {text}"
+        f"rank{'s' if len(ranks) > 1 else ''} {text}{seen}"
     )
 
 

@@ -23,12 +23,14 @@ class Post:
         rank: of the publisher; identity: where it runs.
         nbytes: of one slot of its arena.
         offers: by transport, how to reach it.
+        encrypted: by transport, whether bytes are encrypted, of those that use a network.
     """
 
     rank: int
     identity: HostIdentity
     nbytes: int
     offers: Mapping[str, bytes]
+    encrypted: Mapping[str, bool] = attrs.field(factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """Plain form, for rank 0."""
@@ -38,6 +40,7 @@ class Post:
             "identity": identity,
             "nbytes": self.nbytes,
             "offers": dict(self.offers),
+            "encrypted": dict(self.encrypted),
         }
 
     @classmethod
@@ -49,6 +52,7 @@ class Post:
             identity=HostIdentity(**identity | {"device_uuids": tuple(identity["device_uuids"])}),
             nbytes=plain["nbytes"],
             offers=plain["offers"],
+            encrypted=plain["encrypted"],
         )
 
 
@@ -105,6 +109,13 @@ class Routes:
                 )
             )
         return found
+
+    def encrypted(self, transport: str) -> bool | None:
+        """Whether bytes that come so (`tcp`, `shm+tcp`) are encrypted; None: by no network."""
+        posts = self.posts.values()
+        names = transport.split("+")
+        told = [post.encrypted[name] for post in posts for name in names if name in post.encrypted]
+        return all(told) if told else None
 
     def explain(self) -> list[str]:
         """Which transports are open, and why the others are not."""

@@ -57,7 +57,14 @@ def candidate(request: TransportRequest) -> TransportCandidate:
         reach, reason = False, f"the two ends run as different users ({a.uid} and {b.uid})"
     elif b is not None and a.net_namespace != b.net_namespace:
         reach, reason = False, "the two ends are in different network namespaces"
-    return TransportCandidate(name=NAME, reach=reach, cost=SECONDS_PER_GB, reason=reason)
+    return TransportCandidate(
+        name=NAME,
+        reach=reach,
+        cost=SECONDS_PER_GB,
+        reason=reason,
+        publish_options=("named",),
+        subscribe_options=(),
+    )
 
 
 class ShmPublisher:

@@ -46,4 +46,11 @@ def candidate(request: TransportRequest) -> TransportCandidate:
             reason += "; pass publish_weights(endpoint='address:0') with an address of a network"
     if request.device != "cpu":
         reason += f"; weights on {request.device} are staged through host memory"
-    return TransportCandidate(name=NAME, reach=reach, cost=SECONDS_PER_GB, reason=reason)
+    return TransportCandidate(
+        name=NAME,
+        reach=reach,
+        cost=SECONDS_PER_GB,
+        reason=reason,
+        publish_options=("encrypt",),
+        subscribe_options=("connections",),
+    )

@@ -103,6 +103,11 @@ class TcpPublisher:
         self._thread = threading.Thread(target=self._run, name="parallelkit-tcp", daemon=True)
         self._thread.start()
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether connections use CURVE keys."""
+        return bool(self._key)
+
     def offer(self) -> bytes:
         """How to reach this arena; nothing in it is secret."""
         return w.encode(w.Offer(self._endpoint, self.rank, self.buffer.nbytes, self._key))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
 from parallelkit.errors import ManifestError
 from parallelkit.weights.inventory import Found, changed, describe, match
-from parallelkit.weights.overlap import Span, overlap, self_overlapping
+from parallelkit.weights.overlap import Span, overlap, self_overlapping, shared
 
 
 def model(**changes: Found | None) -> list[Found]:
@@ -88,6 +91,57 @@ def span(name: str, start: int, shape: tuple[int, ...], steps: tuple[int, ...], 
 )
 def test_overlap(spans: list[Span], pair: tuple[str, str] | None) -> None:
     assert overlap(spans) == pair
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "answer"),
+    [
+        ([span("", 0, (4,), (4,))], [span("", 16, (4,), (4,))], False),
+        ([span("", 0, (4,), (4,))], [span("", 12, (4,), (4,))], True),
+        ([span("", 0, (4,), (4,))], [span("", 0, (4,), (4,), "npu:0")], False),
+        # a transposed matrix has no gaps: rows of it are in it
+        ([span("", 0, (4, 8), (4, 16))], [span("", 32, (4,), (4,))], True),
+        # two columns of one matrix interleave and share nothing; a third lies over both
+        ([span("", 0, (3,), (8,))], [span("", 4, (3,), (8,))], False),
+        ([span("", 0, (3,), (8,))], [span("", 2, (3,), (8,))], True),
+        # a run that begins between the elements of the other
+        ([span("", 0, (3,), (8,))], [span("", 4, (2,), (4,))], True),
+        ([span("", 0, (3,), (8,))], [span("", 4, (1,), (4,))], False),
+        # those of one group may overlap one another
+        ([span("", 0, (4,), (4,)), span("", 8, (4,), (4,))], [span("", 24, (1,), (4,))], False),
+        ([], [], False),
+    ],
+)
+def test_shared(ours: list[Span], theirs: list[Span], answer: bool) -> None:
+    assert shared(ours, theirs) is answer
+    assert shared(theirs, ours) is answer
+
+
+def test_shared_is_exact() -> None:
+    random = np.random.default_rng(7)
+
+    def some() -> list[Span]:
+        spans = []
+        for _ in range(random.integers(1, 4)):
+            shape = tuple(int(n) for n in random.integers(1, 4, random.integers(0, 3)))
+            steps = tuple(int(n) for n in random.integers(0, 9, len(shape)))
+            spans.append(Span("", int(random.integers(0, 60)), 2, shape, steps))
+        return spans
+
+    def places(spans: list[Span]) -> set[int]:
+        found = set()
+        for x in spans:
+            for at in itertools.product(*map(range, x.shape)):
+                first = x.start + sum(i * step for i, step in zip(at, x.steps, strict=True))
+                found |= set(range(first, first + x.item))
+        return found
+
+    answers = []
+    for _ in range(2000):
+        ours, theirs = some(), some()
+        answers.append(shared(ours, theirs))
+        assert answers[-1] is bool(places(ours) & places(theirs)), (ours, theirs)
+    assert 200 < sum(answers) < 1800
 
 
 @pytest.mark.parametrize(

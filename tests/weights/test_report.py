@@ -89,6 +89,21 @@ def test_where_bytes_came_from_is_said_unless_it_is_rank_0_s_memory(transport, r
     assert text in str(report(members=(one,)))
 
 
+@pytest.mark.parametrize(
+    ("encrypted", "ranks", "text"),
+    [
+        (True, (0,), "ms, by tcp, encrypted\n"),
+        (False, (0,), "ms, by tcp, in the clear\n"),
+        (True, (0, 1), "ms, 0.0 MB by tcp from ranks 0-1, encrypted\n"),
+    ],
+)
+def test_what_a_network_could_see_is_said(encrypted, ranks, text):
+    one = member(transport="tcp", encrypted=encrypted, sources=tuple((rank, 8) for rank in ranks))
+    made = report(members=(one,))
+    assert text in str(made)
+    assert json.loads(made.to_json())["members"][0]["encrypted"] is encrypted
+
+
 def test_a_report_of_nothing():
     made = report(phases={}, members=(), nbytes=0, changed_ratio=None, notes=())
     assert (made.seconds, made.gigabytes_per_second, made.pause_seconds) == (0, 0.0, 0.0)
@@ -154,7 +169,9 @@ def test_json_holds_every_field_and_the_derived_ones():
         "gigabytes_per_second",
         "pause_seconds",
         "moved_bytes",
+        "quarantined",
     }
+    assert data["quarantined"] == ["c.0", "d.0"]
     assert list(data["phases"]) == list(PHASES)
     assert data["members"][2]["reason"] == "disk on fire"
     assert [m["verified"] for m in data["members"]] == [

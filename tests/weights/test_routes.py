@@ -7,10 +7,12 @@ import socket
 import attrs
 import pytest
 
+from parallelkit import loader
 from parallelkit.errors import TransportError
-from parallelkit.specs import HostIdentity
+from parallelkit.plugin import API_VERSION, hookimpl
+from parallelkit.specs import HostIdentity, TransportCandidate
 from parallelkit.testing.peer import sample_model, values
-from parallelkit.weights import joining, passes, subscribe_weights
+from parallelkit.weights import joining, passes, publish_weights, subscribe_weights
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.routes import Post, Routes, describe
 
@@ -103,8 +105,19 @@ def test_explain_says_what_else_is_open_and_what_is_not():
 
 
 def test_posts_come_through_a_broadcast():
-    post = Post(3, attrs.evolve(HERE, device_uuids=("GPU-1",)), 512, BOTH)
+    here = attrs.evolve(HERE, device_uuids=("GPU-1",))
+    post = Post(3, here, 512, BOTH, {"tcp": False})
     assert Post.from_plain(post.to_plain()) == post
+
+
+def test_what_is_encrypted_is_what_every_rank_says():
+    made = routes()
+    first, second = ({"tcp": one} for one in (True, False))
+    made.posts = {0: Post(0, HERE, 256, BOTH, first)}
+    assert made.encrypted("tcp") is made.encrypted("shm+tcp") is True
+    assert made.encrypted("shm") is made.encrypted("") is None
+    made.posts[1] = Post(1, HERE, 256, BOTH, second)
+    assert made.encrypted("tcp") is False
 
 
 def test_transports_are_listed_once():
@@ -138,10 +151,20 @@ def test_a_member_elsewhere_comes_by_tcp_while_one_here_maps_the_arena(bench, mo
     report = bench.update()
     assert [m.transport for m in report.members] == ["shm", "tcp"]
     assert report.transport == "shm, tcp"
+    assert [m.encrypted for m in report.members] == [None, True]
     assert values(near.model) == values(far.model) == {1.0}
     assert near.subscriber._placement.readers.mapped
     assert not far.subscriber._placement.readers.mapped
     assert "for other members: tcp" in publisher.explain()
+
+
+@pytest.mark.parametrize(("encrypt", "said"), [(True, "encrypted"), (False, "in the clear")])
+def test_a_report_says_what_a_network_could_see(bench, encrypt, said):
+    bench.publish(transport="tcp", encrypt=encrypt)
+    bench.follow()
+    report = bench.update()
+    assert report.members[0].encrypted is encrypt
+    assert f"by tcp, {said}\n" in f"{report}\n"
 
 
 def test_a_member_elsewhere_is_refused_where_only_memory_is_shared(bench, monkeypatch):
@@ -156,6 +179,55 @@ def test_a_member_elsewhere_is_refused_where_only_memory_is_shared(bench, monkey
 def test_options_are_true_or_false(bench, options):
     with pytest.raises(TransportError, match="it is True or False"):
         bench.publish(**options)
+
+
+@pytest.fixture
+def third_party():
+    """A plugin whose transport reaches nothing here; it has options, told or not."""
+
+    def plug(told):
+        names = {"publish_options": ("level",), "subscribe_options": ("window",)} if told else {}
+
+        class Plugin:
+            parallelkit_api = API_VERSION
+
+            @hookimpl
+            def parallelkit_transports(self, request):
+                return [TransportCandidate(name="x", reach=False, cost=1, reason="no", **names)]
+
+        loader.register(Plugin(), "third party")
+
+    yield plug
+    loader.default_manager().unregister("third party")
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
+def test_options_of_another_transport_are_let_through(bench, third_party, transport):
+    third_party(True)
+    bench.publish(transport=transport, level=3, encrypt=True)
+    bench.follow(window="wide", connections=1)
+    assert bench.update().version == 1
+    with pytest.raises(
+        TransportError, match=r"publish_weights has no argument levle, .* level \(x\)"
+    ):
+        publish_weights(sample_model(), levle=3, level=3)
+    with pytest.raises(TransportError, match=r"subscribe_weights has no argument level, .*window"):
+        subscribe_weights(sample_model(), bench.publisher.new_ticket(), level=3)
+
+
+def test_nothing_is_refused_as_long_as_a_plugin_does_not_tell_its_options(bench, third_party):
+    third_party(False)
+    bench.publish(level=3)
+    bench.follow(window="wide")
+    assert bench.update().version == 1
+
+
+def test_an_option_that_no_transport_has_is_refused(bench):
+    with pytest.raises(
+        TransportError,
+        match=r"publish_weights has no argument connections, .* named \(shm\), encrypt \(tcp\)",
+    ):
+        bench.publish(connections=2)
 
 
 def test_tcp_in_the_clear_has_to_be_asked_for(bench):

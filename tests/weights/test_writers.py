@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from parallelkit.errors import QuarantinedError
+from parallelkit.testing.arrays import Arrays
 from parallelkit.testing.peer import fill, sample_model, values
+from parallelkit.weights import writers
+from parallelkit.weights.overlap import Span
 from parallelkit.weights.writers import Writer
+
+
+def span(start: int, nbytes: int) -> Span:
+    """Bytes of the host, without gaps."""
+    return Span("", start, nbytes, (), ())
 
 
 def test_a_writer_is_displaced_by_another_until_it_writes_again():
@@ -35,27 +43,64 @@ def test_a_writer_is_displaced_by_another_until_it_writes_again():
 
 
 def test_a_writer_of_a_part_displaces_that_of_the_whole():
-    first, second, third = (np.zeros(4, np.uint8) for _ in range(3))
-    nothing = first[:0]
+    first, second, third = span(0, 4), span(8, 4), span(16, 4)
     whole, part, other = Writer("whole"), Writer("part"), Writer("other")
-    whole.writes("model", [nothing, first, second])
-    other.writes("another", [nothing, third])
+    whole.writes("model", (first, second))
+    other.writes("another", (third,))
     assert (whole.displaced, other.displaced) == ("", "")
-    part.writes("layer", [second])
+    part.writes("layer", (second,))
     assert "part, another subscriber of this process, has written its target" in whole.displaced
     assert other.displaced == ""
-    whole.writes("model", [first, second])
+    whole.writes("model", (first, second))
     assert (whole.displaced, bool(part.displaced)) == ("", True)
 
 
 def test_a_writer_of_some_rows_displaces_that_of_the_tensor():
-    tensor, other = np.zeros(64, np.uint8), np.zeros(4, np.uint8)
     whole, rows, rest = Writer("whole"), Writer("rows"), Writer("rest")
-    whole.writes("model", [tensor, other])
-    rows.writes("view", [tensor[16:32]])
+    whole.writes("model", (span(0, 64), span(100, 4)))
+    rows.writes("view", (span(16, 16),))
     assert "rows, another subscriber of this process" in whole.displaced
-    rest.writes("another view", [tensor[32:]])
+    rest.writes("another view", (span(32, 32),))
     assert rows.displaced == ""
+
+
+def test_memory_is_looked_through_again_only_where_it_is_another(monkeypatch):
+    looks = []
+    monkeypatch.setattr(writers, "shared", lambda *memory: looks.append(memory))
+    one, other = Writer("one"), Writer("other")
+    first, second = (span(0, 4),), (span(8, 4),)
+    for _ in range(3):
+        one.writes("a", first)
+        other.writes("b", second)
+    assert looks == [(second, first), (first, second)]
+    moved = (span(16, 4),)
+    one.writes("a", moved)
+    assert looks[2:] == [(moved, second)]
+    other.leaves()
+    one.writes("a", (span(24, 4),))
+    assert len(looks) == 3
+
+
+def test_a_target_that_writes_by_itself_tells_where(bench):
+    """Columns of one matrix, of which `destination` has nothing."""
+
+    class Located(Arrays):
+        def live_memory(self):
+            array = self.arrays["a"]
+            address = array.__array_interface__["data"][0]
+            return (Span("a", address, array.itemsize, array.shape, array.strides),)
+
+    matrix = np.zeros((4, 6), np.float32)
+    bench.source = Arrays({"a": np.ones((4, 2), np.float32)})
+    publisher = bench.publish()
+    left, middle, right = (
+        bench.follow(model=Located({"a": matrix[:, first : first + 2]})) for first in (0, 1, 2)
+    )
+    bench.update()  # in any order
+    publisher.drop(middle.subscriber.name)
+    bench.update(left, right)
+    assert left.subscriber.state == right.subscriber.state == "current"
+    assert middle.subscriber.state == "quarantined"
 
 
 @pytest.mark.parametrize("how", ["step", "serve"])

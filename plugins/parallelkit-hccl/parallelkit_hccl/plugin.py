@@ -34,7 +34,14 @@ def parallelkit_transports(request: TransportRequest) -> list[TransportCandidate
     """List `hccl`, with what is missing here or how else it is used."""
     lacking = look().lacking
     return [
-        TransportCandidate(name=NAME, reach=False, cost=_COST, reason=lacking or _INSTEAD),
+        TransportCandidate(
+            name=NAME,
+            reach=False,
+            cost=_COST,
+            reason=lacking or _INSTEAD,
+            publish_options=(),
+            subscribe_options=(),
+        ),
     ]
 
 

@@ -20,6 +20,7 @@ from parallelkit.weights.assembly import Digit, make_mesh
 from parallelkit.weights.collective import pack_error, unpack_error
 from parallelkit.weights.layout import Region, ShardLayout
 from parallelkit.weights.manifest import Manifest, TensorSpec
+from parallelkit.weights.overlap import Span
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_mindspore import memory
 from parallelkit_mindspore.names import slots
@@ -162,6 +163,10 @@ class DividedCellSink:
         """Wait for what still reads the old values, and let parts be written."""
         self._parts.begin()
         _refuse_changes(self._needs, self._cuts, self._parts.cuts())
+
+    def live_memory(self) -> Sequence[Span]:
+        """Where this rank's parts lie, as `begin` saw them."""
+        return self._parts.live_memory()
 
     def destination(self, index: int) -> memoryview | None:
         """The live bytes of this rank's part of tensor `index`; None if `write` has to be used."""

@@ -159,7 +159,7 @@ class CellSource(_CellWeights):
 
 @final
 class CellSink(_CellWeights):
-    """A Cell that weights are placed into; a `protocols.WeightSink`.
+    """A Cell that weights are placed into; a `protocols.LocatedSink`.
 
     Contiguous tensors of the host are written in place by the caller, through `destination`; all
     others by `write`. Addresses of parameters never change, so what was compiled in Graph mode or
@@ -171,6 +171,7 @@ class CellSink(_CellWeights):
         super().__init__(model, parts=parts)
         self._open = False
         self._writable: list[object] = []
+        self._live: Sequence[Span] = ()  # where the tensors lie of which `_writable` tells
         self._seen = [slot.tensor for slot in self._slots]
 
     @property
@@ -214,7 +215,7 @@ class CellSink(_CellWeights):
         live = [group[0].tensor for group in self._groups]
         identities: list[object] = [memory.identity(tensor) for tensor in live]
         if identities != self._writable:  # same memory, same layout: same answer
-            self._refuse_unwritable(live)
+            self._live = self._writable_spans(live)
             self._writable = identities
 
     def begin(self) -> None:
@@ -227,6 +228,10 @@ class CellSink(_CellWeights):
         runtime.synchronize()
         self.check()
         self._open = True
+
+    def live_memory(self) -> Sequence[Span]:
+        """Where the tensors lie, as `begin` saw them."""
+        return self._live
 
     def destination(self, index: int) -> memoryview | None:
         """Return the live bytes of tensor `index`; None if they are no row-major bytes here."""
@@ -248,8 +253,8 @@ class CellSink(_CellWeights):
         self._open = False
         runtime.synchronize()
 
-    def _refuse_unwritable(self, live: Sequence[Any]) -> None:
-        """Raise if writing one element would change another, or end the process."""
+    def _writable_spans(self, live: Sequence[Any]) -> Sequence[Span]:
+        """Where tensors lie; raises if writing one element would change another, or end all."""
         spans: list[Span] = []
         for spec, tensor in zip(self._unique, live, strict=True):
             if self_overlapping(spec.shape, tensor.stride()):
@@ -272,6 +277,7 @@ class CellSink(_CellWeights):
                 f"tensor {protected!r} of the target lies in memory that is mapped for reading "
                 "only; give it memory of its own, by Tensor(array) instead of Tensor.from_numpy"
             )
+        return spans
 
     def _check_open(self, what: str) -> None:
         self._own(what)

@@ -25,7 +25,7 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
 )
 from parallelkit.launch import LaunchInfo
-from parallelkit.protocols import RegionSink, ShardedSource
+from parallelkit.protocols import LocatedSink, RegionSink, ShardedSource
 from parallelkit.specs import GroupSpec
 from parallelkit.testing.fake import FakeGroup
 from parallelkit.weights.layout import Mesh, Region, ShardLayout, region
@@ -87,6 +87,7 @@ def test_whole_cells_keep_their_sources_and_sinks() -> None:
     assert not isinstance(weight_sink(model), RegionSink)
     assert isinstance(weight_source(model_of(0)), ShardedSource)
     assert isinstance(weight_sink(model_of(0)), RegionSink)
+    assert isinstance(weight_sink(model_of(0)), LocatedSink)
 
 
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2), (4, 3)])

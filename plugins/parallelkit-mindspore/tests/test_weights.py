@@ -20,7 +20,7 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
     WrongThreadError,
 )
-from parallelkit.protocols import WeightSink, WeightSource
+from parallelkit.protocols import LocatedSink, WeightSink, WeightSource
 from parallelkit.weights.manifest import DTYPE_BYTES, differences
 from parallelkit.weights.subscriber import SERVE_THREAD
 
@@ -318,6 +318,22 @@ def test_a_wrong_length_is_refused() -> None:
     assert sink.destination(0) is None
     with pytest.raises(ManifestError, match="'x' has 64 bytes, 4 were given"):
         sink.write(0, memoryview(b"1234"))
+
+
+def test_sink_tells_where_it_writes() -> None:
+    model = Holder(x=parameter(mint.zeros((4, 2)).t()), none=mint.zeros((0, 3)))
+    sink = CellSink(model)
+    assert isinstance(sink, LocatedSink)
+    sink.begin()
+    seen = sink.live_memory()
+    assert [(s.start, s.shape, s.space) for s in seen] == [(model.x.data_ptr(), (2, 4), "cpu")]
+    sink.finish()
+    sink.begin()
+    assert sink.live_memory() is seen, "nothing moved"
+    sink.finish()
+    model.x.set_data(mint.ones((2, 4)))
+    sink.begin()
+    assert [s.start for s in sink.live_memory()] == [model.x.data_ptr()]
 
 
 def test_sink_gives_back_the_wrapper_and_needs_plain_names() -> None:

@@ -18,6 +18,7 @@ from parallelkit.protocols import WeightSink
 from parallelkit.weights.inventory import KEEP, Found, describe, match
 from parallelkit.weights.layout import Region
 from parallelkit.weights.manifest import Manifest
+from parallelkit.weights.overlap import Span
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import sharding, tensors
 from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state
@@ -72,6 +73,7 @@ class ShardedModuleSink:
         self._open = False
         self._slots: list[Slot] = []
         self._writable: list[object] = []
+        self._live: Sequence[Span] = ()  # where the parts lie of which `_writable` tells
         found, held = self._find()
         self._manifest, places = describe(found)
         self._held = _by_tensor(places, held)
@@ -129,6 +131,10 @@ class ShardedModuleSink:
         self.check()
         tensors.settle(held.part for group in self._held for held in group)
         self._open = True
+
+    def live_memory(self) -> Sequence[Span]:
+        """Where the parts lie, as `begin` saw them."""
+        return self._live
 
     def destination(self, index: int) -> memoryview | None:
         """The live bytes of this rank's part of tensor `index`; None if `write` has to be used."""
@@ -192,8 +198,9 @@ class ShardedModuleSink:
         if identities == self._writable:
             return
         unique = zip(self._manifest.unique, self._held, strict=True)
-        tensors.refuse_overlaps([(spec.name, x.part) for spec, group in unique for x in group])
-        self._writable = identities
+        named = [(spec.name, x.part) for spec, group in unique for x in group]
+        tensors.refuse_overlaps(named)
+        self._writable, self._live = identities, tensors.located(named)
 
     def _check_open(self, what: str) -> None:
         if not self._open:

@@ -191,10 +191,16 @@ def self_overlapping(tensor: torch.Tensor) -> bool:
 
 def overlap(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
     """Name two tensors that have an element's memory in common, the first found; else None."""
-    return spans.overlap(_span(name, tensor) for name, tensor in named if tensor.numel())
+    return spans.overlap(located(named))
+
+
+def located(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[spans.Span, ...]:
+    """Where the elements of tensors lie; of empty ones nothing."""
+    return tuple(_span(name, tensor) for name, tensor in named if tensor.numel())
 
 
 def _span(name: str, tensor: torch.Tensor) -> spans.Span:
     item = tensor.element_size()
     steps = tuple(step * item for step in tensor.stride())
-    return spans.Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, tensor.device)
+    space = "cpu" if tensor.is_cpu else str(tensor.device)
+    return spans.Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, space)

@@ -22,6 +22,7 @@ from torch import nn
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
 from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest, TensorSpec
+from parallelkit.weights.overlap import Span
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state, slots
@@ -181,7 +182,7 @@ class ModuleSource(_ModuleWeights):
 
 @final
 class ModuleSink(_ModuleWeights):
-    """A module that weights are placed into; a `protocols.WeightSink`.
+    """A module that weights are placed into; a `protocols.LocatedSink`.
 
     Contiguous CPU tensors are written in place by the caller, through `destination`; all others
     by `write`, with one staging copy. Addresses of parameters never change.
@@ -192,6 +193,7 @@ class ModuleSink(_ModuleWeights):
         super().__init__(module)
         self._open = False
         self._writable: list[object] = []
+        self._live: Sequence[Span] = ()  # where the tensors lie of which `_writable` tells
 
     @property
     def module(self) -> nn.Module:
@@ -219,11 +221,13 @@ class ModuleSink(_ModuleWeights):
         groups = self._walked()
         live = [group[0].tensor for group in groups]
         identities = [tensors.identity(tensor) for tensor in live]
+        where = self._live
         if identities != self._writable:  # same memory, same layout: same answer
-            names = [spec.name for spec in self._unique]
-            tensors.refuse_overlaps(list(zip(names, live, strict=True)))
+            named = list(zip((spec.name for spec in self._unique), live, strict=True))
+            tensors.refuse_overlaps(named)
+            where = tensors.located(named)
         if threading.current_thread().name != SERVE_THREAD:
-            self._groups, self._writable = groups, identities
+            self._groups, self._writable, self._live = groups, identities, where
 
     def begin(self) -> None:
         """Wait for what still reads the old values, and let tensors be written.
@@ -233,6 +237,10 @@ class ModuleSink(_ModuleWeights):
         self.check()
         tensors.settle(self._all_tensors())
         self._open = True
+
+    def live_memory(self) -> Sequence[Span]:
+        """Where the tensors lie, as `begin` saw them."""
+        return self._live
 
     def destination(self, index: int) -> memoryview | None:
         """Return the live bytes of tensor `index`; None if they are no row-major bytes here."""

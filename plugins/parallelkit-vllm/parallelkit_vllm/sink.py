@@ -1,15 +1,16 @@
-"""An engine's model as a target of weights: `EngineSink`, a `protocols.LoaderSink`."""
+"""An engine's model as a target of weights: `EngineSink`, a `LoaderSink` and `LocatedSink`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 
 from parallelkit.errors import ManifestError, StateError
 from parallelkit.weights.manifest import DTYPE_BYTES, Manifest
+from parallelkit.weights.overlap import Span
 from parallelkit_vllm import checkpoint, reload
 from parallelkit_vllm.compare import Given, Needed, compare
 from parallelkit_vllm.errors import ReloadError
@@ -56,6 +57,7 @@ class EngineSink:
         self._given: list[Given] = []
         self._pending: dict[int, torch.Tensor] = {}
         self._open = False
+        self._live: tuple[Span, ...] = ()
         #: Whether the weights that were placed last had values that are not finite.
         self._poisoned = False
         #: Times that key-value caches were cleared of such values.
@@ -103,7 +105,14 @@ class EngineSink:
             raise ReloadError(
                 "another update of this engine is open: finish it first (finish_weight_update)"
             )
+        found = _located(self._model)
+        if found != self._live:
+            self._live = found
         self._open = True
+
+    def live_memory(self) -> Sequence[Span]:
+        """Where the model's parameters lie; what layers keep packed elsewhere is not known."""
+        return self._live
 
     def destination(self, index: int) -> memoryview | None:
         """None: every tensor goes through the engine's loader."""
@@ -154,6 +163,9 @@ class EngineSink:
             was, self._poisoned = self._poisoned, not self._finite()
         finally:
             self._pending.clear()
+            found = _located(self._model)
+            if found != self._live:  # either place was written then
+                self._live = (*self._live, *found)
         if was:
             reload.clear_kv(self._config)
             self.cleared += 1
@@ -194,6 +206,22 @@ class EngineSink:
     def _check_open(self, what: str) -> None:
         if not self._open:
             raise StateError(f"EngineSink.{what} was called outside begin and finish")
+
+
+def _located(model: torch.nn.Module) -> tuple[Span, ...]:
+    """Where the parameters lie that have elements in memory of their own."""
+    return tuple(
+        _span(name, tensor)
+        for name, tensor in model.named_parameters()
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+    )
+
+
+def _span(name: str, tensor: torch.Tensor) -> Span:
+    item = tensor.element_size()
+    steps = tuple(step * item for step in tensor.stride())
+    space = "cpu" if tensor.is_cpu else str(tensor.device)
+    return Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, space)
 
 
 def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

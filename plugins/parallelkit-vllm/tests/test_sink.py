@@ -15,7 +15,7 @@ from parallelkit_vllm.errors import ReloadError
 from parallelkit_vllm.sink import EngineSink
 
 from parallelkit.errors import ManifestError, ManifestMismatchError, StateError
-from parallelkit.protocols import LoaderSink
+from parallelkit.protocols import LoaderSink, LocatedSink
 
 
 @pytest.fixture
@@ -80,6 +80,33 @@ def test_every_tensor_reaches_the_loader(config, loaded, readonly):
     assert target.device == "cpu"
     assert isinstance(target.module, Model)
     assert "27 tensors by the engine's loader, layer by layer;" in target.explain()
+
+
+def test_where_it_writes(config, loaded, monkeypatch):
+    model = Model()
+    model.weight = torch.nn.Parameter(torch.zeros(2, 3).t())
+    model.packed = torch.nn.Parameter(torch.zeros(0))
+    target = EngineSink(model, config)
+    assert isinstance(target, LocatedSink)
+    given = tiny.tensors(1)
+    target.learn(tiny.manifest(given))
+
+    def places():
+        return [(span.start, span.shape, span.space) for span in target.live_memory()]
+
+    before = model.weight.data_ptr()
+    update(target, given)
+    seen = target.live_memory()
+    assert places() == [(before, (3, 2), "cpu")]
+    update(target, given)
+    assert target.live_memory() is seen
+
+    other = torch.ones(3, 2)
+    monkeypatch.setattr(reload, "load", lambda *a, **kw: setattr(model.weight, "data", other))
+    update(target, given)
+    assert [start for start, *_ in places()] == [before, other.data_ptr()]
+    update(target, given)
+    assert [start for start, *_ in places()] == [other.data_ptr()]
 
 
 def test_bytes_that_may_be_written_are_not_copied(config, loaded, monkeypatch):

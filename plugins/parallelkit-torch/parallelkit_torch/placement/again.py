@@ -39,6 +39,11 @@ def written(notes: Notes) -> Written:
     return found
 
 
+def reached(notes: Notes) -> frozenset[str]:
+    """Names of the places that a run wrote any byte of, or gave other memory."""
+    return frozenset(place for place, *_ in _located(notes)) | notes.rehomed.keys()
+
+
 def left_out(first: Written, now: Written, names: Iterable[str]) -> str:
     """What of these names was written at first and is not now, for people; empty if nothing is."""
     for name in names:

@@ -13,7 +13,7 @@ import torch
 
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.overlap import self_overlapping
-from parallelkit_torch.placement.again import Written, written
+from parallelkit_torch.placement.again import Written, reached, written
 from parallelkit_torch.placement.boxes import Box, doubled, missing_rows
 from parallelkit_torch.placement.moves import Move, merged
 from parallelkit_torch.placement.observe import DTYPES, Notes, Place
@@ -49,6 +49,7 @@ class Proof:
         reasons: why the others do.
         partial: of `routes`, those of which the target keeps only some elements.
         touched: by unique published name, what the loader writes from it.
+        reached: names of the places that it writes, from whatever.
         problems: one line for each way in which the manifest is not what the target needs.
     """
 
@@ -57,6 +58,7 @@ class Proof:
     reasons: dict[str, str]
     partial: frozenset[str]
     touched: Written
+    reached: frozenset[str]
     problems: tuple[str, ...]
 
 
@@ -97,6 +99,7 @@ def prove(published: Manifest, notes: Notes) -> Proof:
         reasons,
         frozenset(partial),
         written(notes),
+        reached(notes),
         tuple(problems),
     )
 

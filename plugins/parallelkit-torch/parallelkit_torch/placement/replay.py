@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import nn
 from parallelkit.errors import CorruptionError, ManifestError
 from parallelkit.weights.inventory import KEEP
 from parallelkit.weights.manifest import TensorSpec
-from parallelkit.weights.overlap import self_overlapping
+from parallelkit.weights.overlap import Span, self_overlapping
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, slots
 from parallelkit_torch.placement.boxes import doubled
@@ -33,6 +33,8 @@ class Replay:
         self._ties: list[Tie] = []
         self._turned: dict[int, tuple[bool, bool]] = {}  # whether places are no plain views
         self._apart: list[object] = []  # where the places lay when they were seen not to overlap
+        self._others: Sequence[str] | None = None  # written by the loader alone; None: perhaps all
+        self._where: tuple[Span, ...] | None = None  # where the places of routes lie
         self._views: dict[Route, tuple[int, torch.Tensor]] = {}
         self._bytes: dict[Route, tuple[int, memoryview]] = {}
         self._whole: dict[Route, bool] = {}
@@ -42,7 +44,8 @@ class Replay:
         self._places = proof.places
         self._used = sorted({route.place for routes in proof.routes.values() for route in routes})
         self._ties = ties(proof.places, self._used)
-        self._apart = []
+        self._others = sorted(proof.reached - {self._places[index].name for index in self._used})
+        self._apart, self._where = [], None
         self._views.clear()
         self._bytes.clear()
         self._whole.clear()
@@ -87,6 +90,8 @@ class Replay:
             more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
             raise ManifestError(f"{'; '.join(problems[:5])}{more}; {KEEP}")
         if keep:
+            if apart is not self._apart:
+                self._where = None
             self._held, self._apart = held, apart
 
     def _changed_ties(self, held: Mapping[str, Slot]) -> tuple[list[str], list[object]]:
@@ -109,7 +114,21 @@ class Replay:
             pair = tensors.overlap(named)
             if pair:
                 found.append(f"tensor {pair[1]!r} shares memory with {pair[0]!r} now")
-        return found, where_now
+            return found, where_now
+        return found, self._apart
+
+    def located(self) -> tuple[Span, ...]:
+        """Where everything lies that is written: by routes, as seen last, or by the loader.
+
+        The same object as long as there are routes only, and nothing moved.
+        """
+        if self._where is None:
+            used = (self._held.get(self._places[index].name) for index in self._used)
+            self._where = _spans(slot for slot in used if slot is not None)
+        others = self._held.keys() if self._others is None else self._others
+        found = (self._held.get(name) for name in others)
+        more = _spans(slot for slot in found if slot is not None)
+        return (*self._where, *more) if more else self._where
 
     def live(self, route: Route) -> torch.Tensor:
         """The live elements that a route writes, in the shape of its move."""
@@ -192,6 +211,16 @@ class Replay:
 
 def _held(module: nn.Module) -> dict[str, Slot]:
     return {slot.name: slot for slot in slots(module, transient=True)}
+
+
+def _spans(held: Iterable[Slot]) -> tuple[Span, ...]:
+    """Where tensors lie, of those that are there still and have memory."""
+    now = ((slot.name, slot.holder.get(slot.key)) for slot in held)
+    return tensors.located(
+        (name, tensor)
+        for name, tensor in now
+        if tensor is not None and tensor.layout is torch.strided and not tensor.is_meta
+    )
 
 
 def _turned(slot: Slot) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""A module that weights reach through its own loader; a `protocols.LoaderSink`.
+"""A module that weights reach through its own loader; a `LoaderSink` and `LocatedSink`.
 
 What the loader does is watched once, on a copy without data where that is possible. From then on
 names of which it only copies views go straight from the received bytes into live memory. All others
@@ -19,6 +19,7 @@ from torch import nn
 from parallelkit.errors import LoaderError, ManifestError, ManifestMismatchError, StateError
 from parallelkit.weights.inventory import KEEP
 from parallelkit.weights.manifest import Manifest
+from parallelkit.weights.overlap import Span
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
 from parallelkit_torch.names import Slot, refuse_frozen, slots, unwrap
@@ -60,6 +61,7 @@ class LoadedModule:
         self._compared = False
         self._open = False
         self._pending: dict[int, torch.Tensor] = {}
+        self._live: tuple[Span, ...] = ()
         for slot in slots(module, transient=True):
             _refuse(slot)
         self._replay = Replay(module)
@@ -120,7 +122,17 @@ class LoadedModule:
         self.check()
         tensors.settle(self._tensors())
         self._pending.clear()
+        found = self._replay.located()
+        if found != self._live:
+            self._live = found
         self._open = True
+
+    def live_memory(self) -> Sequence[Span]:
+        """Where the tensors lie that routes or the loader write, before and after it ran.
+
+        As long as nobody knows what a loader writes: all of the module's.
+        """
+        return self._live
 
     def destination(self, index: int) -> memoryview | None:
         """Return live bytes where tensor `index` is copied as it is, in one run; else None."""
@@ -171,7 +183,10 @@ class LoadedModule:
         self._check_open("finish")
         self._open = False
         if self._pending:
-            self._load()
+            try:
+                self._load()
+            finally:
+                self._follow_moved()
             self._known = frozenset(_parameters(self._module))  # a loader may make some
         tensors.mark_written(self._tensors())
         tensors.settle(self._tensors())
@@ -282,6 +297,12 @@ class LoadedModule:
             kept = "is kept by the loader or the module after loading"
             self._give_to_loader(dict.fromkeys(recorder.retained(), kept) | moved)
         self._compared = True
+
+    def _follow_moved(self) -> None:
+        """The loader may have given tensors other memory: either place was written then."""
+        found = self._replay.located()
+        if found != self._live:
+            self._live = (*self._live, *found)
 
     def _check_written(self, notes: Notes) -> None:
         """The loader must write all that it wrote of these names when it was watched first.
