@@ -66,6 +66,10 @@ class Received(NamedTuple):
     memory: Callable[[Move], Bytes]
 
 
+def _unclaimed(target: Any, memory: Sequence[spans.Span]) -> None:
+    """Nobody else is asked."""
+
+
 class Placement:
     """Fetches, hashes and places one version. Not safe to call from several threads."""
 
@@ -83,6 +87,8 @@ class Placement:
         self.plan: TransferPlan = readers.plan
         self.repeated = 0
         self.staged_version = 0
+        #: Called when the sink has begun, with what is to be written; it may raise.
+        self.claims: Callable[[Any, Sequence[spans.Span]], None] = _unclaimed
         self._sink = sink
         self._loading = sink if isinstance(sink, LoaderSink) else None
         self._located = sink if isinstance(sink, LocatedSink) else None
@@ -380,6 +386,7 @@ class Placement:
         """Let the sink begin; until it has, nothing was written."""
         self._begun, self._direct = False, []
         self._sink.begin()
+        self.claims(self.module, () if self._located is None else self._located.live_memory())
         self._begun = True
 
     def _copy(self, received: Received, workers: Workers) -> None:

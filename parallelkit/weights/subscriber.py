@@ -60,10 +60,11 @@ class WeightSubscriber:
         self._version = 0
         self._doubt = ""  # the outcome of an update is unknown, or its bytes never came
         self._torn = ""  # live memory was written in part
-        self._writer = Writer(self.name)
+        self._turns = Turns()
+        self._writer = Writer(self.name, self._turns)
+        placement.claims = self._writer.claims
         self._closed = False
         self._pid = os.getpid()
-        self._turns = Turns()
         self._stepping = False
         # A step that ends and a close from elsewhere may both come to release.
         self._releasing = threading.RLock()
@@ -188,6 +189,7 @@ class WeightSubscriber:
         """
         self._check("use")  # in a forked child before anything is waited for
         with self._turns.use(self._ready):
+            self._refuse_if_quarantined()  # another writer may have come before this was in use
             yield self._placement.module
 
     def explain(self) -> str:

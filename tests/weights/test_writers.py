@@ -8,11 +8,12 @@ import weakref
 import numpy as np
 import pytest
 
-from parallelkit.errors import QuarantinedError
+from parallelkit.errors import QuarantinedError, StateError
 from parallelkit.testing.arrays import Arrays
 from parallelkit.testing.peer import fill, sample_model, values
 from parallelkit.weights import writers
 from parallelkit.weights.overlap import Span
+from parallelkit.weights.turns import Turns
 from parallelkit.weights.writers import Writer
 
 
@@ -53,6 +54,64 @@ def test_a_writer_of_a_part_displaces_that_of_the_whole():
     assert other.displaced == ""
     whole.writes("model", (first, second))
     assert (whole.displaced, bool(part.displaced)) == ("", True)
+
+
+class Placed:
+    """What `writing` asks of a placement."""
+
+    def __init__(self, module: object, *memory: Span) -> None:
+        self.module, self.memory = module, memory
+
+
+def test_no_two_write_the_same_memory_at_one_time():
+    whole, part, other = Writer("whole"), Writer("part"), Writer("other")
+    placed, layer, apart = (
+        Placed("m", span(0, 64)),
+        Placed("l", span(16, 4)),
+        Placed("o", span(99, 1)),
+    )
+    whole.writes(placed.module, placed.memory)
+    with part.writing(layer):
+        part.claims(layer.module, layer.memory)
+        assert "part, another subscriber" in whole.displaced, "from the first byte on"
+        with other.writing(apart):
+            other.claims(apart.module, apart.memory)
+        with pytest.raises(StateError, match="part, another .*, writes this target, or a part"):
+            with whole.writing(placed):
+                whole.claims(placed.module, placed.memory)
+        assert part.displaced == "", "nothing was written"
+    with whole.writing(placed):
+        whole.claims(placed.module, placed.memory)
+    assert (whole.displaced, bool(part.displaced), other.displaced) == ("", True, "")
+
+
+def test_nobody_writes_what_another_ones_user_holds():
+    turns = Turns()
+    held, late = Writer("held", turns), Writer("late")
+    held.writes("model")
+    with turns.use(lambda: None), pytest.raises(StateError, match="held, .* has in use this"):
+        late.claims("model")
+    assert (held.displaced, late.displaced) == ("", "")
+    late.claims("model")
+    assert held.displaced
+
+
+def test_a_second_subscriber_does_not_write_while_the_first_is_used(bench):
+    publisher, target = bench.publish(), sample_model()
+    first = bench.follow(model=target)
+    bench.update()
+    second = bench.follow(model=target)
+    fill(bench.source, 2.0)
+    first.subscriber.serve()
+    second.subscriber.serve()
+    publisher.update()
+    with first.subscriber.use():
+        for _ in range(2):
+            with pytest.raises(QuarantinedError, match="has in use this target"):
+                with second.subscriber.use():
+                    pass
+        assert values(target) == {2.0}
+    assert first.subscriber.state == "current"
 
 
 def test_a_writer_of_some_rows_displaces_that_of_the_tensor():
