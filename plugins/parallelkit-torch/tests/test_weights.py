@@ -417,17 +417,15 @@ def test_a_script_module_is_refused_by_name() -> None:
         ModuleSource(module)
 
 
-def test_a_compiled_target_is_refused_while_its_weights_would_be_constants(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiled_target_is_refused_while_its_weights_would_be_constants() -> None:
     config = importlib.import_module("torch._inductor.config")
     sink = ModuleSink(torch.compile(nn.Linear(2, 2), backend="eager"))
     plain = ModuleSink(nn.Linear(2, 2))
     sink.check()
-    monkeypatch.setattr(config, "freezing", True)
-    plain.check()
-    with pytest.raises(ManifestError, match=r"torch\._inductor\.config\.freezing is set"):
-        sink.check()
+    with config.patch(freezing=True):  # monkeypatch would delete it at the end
+        plain.check()
+        with pytest.raises(ManifestError, match=r"torch\._inductor\.config\.freezing is set"):
+            sink.check()
 
 
 @pytest.mark.gpu
