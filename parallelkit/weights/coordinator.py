@@ -159,6 +159,7 @@ class Coordinator:
         except BaseException as error:
             self.members.ignore()
             self._bump()
+            self.exporter.void()
             update.abort(str(error) or type(error).__name__)
             engines.abort(str(error) or type(error).__name__)
             raise

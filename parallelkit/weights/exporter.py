@@ -154,6 +154,11 @@ class Exporter:
             for side in sides:
                 side.committed, side.staged = side.staged, None
 
+    def void(self) -> None:
+        """What was staged last becomes no version."""
+        for side in self._sides.values():
+            side.staged = None
+
     def adopt(self) -> None:
         """Let the source's tensors live in the arena."""
         self._source.adopt([span.data for span in self._spans()])

@@ -84,9 +84,12 @@ class Worker:
         self._exporter.arena.advance(int(outcome.get("epoch", 0)))
         if self._staged_version and outcome["version"] == self._staged_version:
             self._exporter.committed()
-            self._staged_version = 0
+        else:
+            self._exporter.void()
+        self._staged_version = 0
 
     def _void(self) -> None:
         """The outcome is unknown: nobody may use what was staged any more."""
         if self._exporter is not None:
             self._exporter.arena.bump()
+            self._exporter.void()

@@ -806,6 +806,20 @@ def test_an_interrupt_while_what_was_staged_goes_live_is_raised_as_itself(bench,
     assert follower.subscriber.state == "current"
 
 
+def test_what_an_aborted_update_staged_is_no_version_to_compare_with(bench):
+    publisher = bench.publish(timeout=1)
+    gone = bench.follow()
+    bench.update()
+    fill(bench.source, 2.0)
+    with pytest.raises(UpdateAbortedError):
+        publisher.update()  # staged, and the member does not step
+    gone.subscriber.close()
+    assert publisher.update().members == ()  # moves the version, and stages nothing
+    bench.followers.clear()
+    bench.follow()
+    assert bench.update().changed_ratio == 1.0
+
+
 def test_who_is_lost_between_updates_is_named_in_the_next_report(bench):
     publisher = bench.publish()
     stays, leaves = bench.follow(), bench.follow()

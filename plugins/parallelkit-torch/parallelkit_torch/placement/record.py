@@ -31,11 +31,15 @@ _OUTSIDE: Final = frozenset(
     (
         *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__),
         *(torch.Tensor.tolist, torch.Tensor.data_ptr),
+        *(torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__reduce_ex__),
     )
 )
 #: They write without looking at what was there.
 _OVERWRITE: Final = (_aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.random_)
 _CONSTANT: Final = ("aten.fill_.Scalar", "aten.zero_")
+#: What the first one reads; the others read everything but what they overwrite.
+_FROM: Final = (_aten.copy_.default, _aten._foreach_copy_.default)
+_UNSEEN: Final = "may be in values that were made where torch does not show how"
 
 
 @attrs.frozen
@@ -133,6 +137,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._content: dict[int, frozenset[str]] = {}
         self._exact: dict[int, _Exact] = {}
         self._left: frozenset[str] = frozenset()
+        # Memories of which every value was made in sight, and those with values of others.
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._unseen: set[int] = set()
+        self._strange = False  # whether the operation at hand reads the latter
         # A weak reference lets the data go, and keeps the number from being used again.
         self._refs: dict[int, StorageWeakRef] = {}
         for name, tensor in incoming.items():
@@ -158,7 +166,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse(func, inputs)
         if func in _EXACT and inputs[0].is_meta and "device" in kwargs:
             kwargs["device"] = inputs[0].device  # where to does not matter, only what
+        self._strange = self._reads_unseen(func, args, inputs)
+        known = {memory_of(tensor) for tensor in inputs}
         out = func(*args, **kwargs)
+        self._see(func, known, [*_written(func, args, kwargs), *_tensors(out)])
         if func.overloadpacket in _SHAPE_ONLY:
             return out
         if func is _aten.copy_.default:
@@ -318,10 +329,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._touch([changed], "is changed by the loader")
         if not names and not how.startswith(_CONSTANT):
             names = self._left
+        if not names and self._strange and memory in self._targets and target.numel():
+            names = frozenset(self._incoming.values())
+            self._touch(names, _UNSEEN)
         if memory in self._targets and target.numel():
             self.writes.append(Write(names, View.of(target), memory, how))
         if names:
             self._fill(target, names | self.holds(memory))
+
+    def _reads_unseen(self, func: Any, args: Sequence[Any], inputs: list[torch.Tensor]) -> bool:
+        """Whether an operation reads values that were not made in sight: in another thread, by a
+        library, or before the run, by whom it is not known."""
+        if func is _aten.lift_fresh.default or func.overloadpacket in _SHAPE_ONLY:
+            return False  # numbers of Python's: `left` tells where those may come from
+        read = list(_tensors(args[1])) if func in _FROM else inputs
+        blind = () if func in _FROM else _blind(func, _written(func, args, {}))
+        return any(self._is_unseen(t) for t in read if not any(t is other for other in blind))
+
+    def _is_unseen(self, tensor: torch.Tensor) -> bool:
+        memory = memory_of(tensor)
+        known = memory in self._seen or memory in self._content or memory in self._targets
+        return tensor.numel() > 0 and (memory in self._unseen or not known)
+
+    def _see(self, func: Any, known: set[int], results: Iterable[torch.Tensor]) -> None:
+        for tensor in results:
+            memory = memory_of(tensor)
+            if self._strange:
+                self._unseen.add(memory)
+            elif memory not in known and func.overloadpacket is not _aten.set_:
+                self._unseen.discard(memory)
+            else:
+                continue
+            if memory not in self._seen:
+                self._seen[memory] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _fill(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
         memory = memory_of(tensor)

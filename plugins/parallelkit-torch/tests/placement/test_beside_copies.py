@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from parallelkit_torch.placement import LoadedModule
 from parallelkit_torch.placement.sets import Sets
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parallelkit.errors import ManifestError
 from parallelkit.weights.subscriber import SERVE_THREAD
@@ -146,3 +150,47 @@ def test_memory_that_a_parameter_gave_up_is_not_taken_for_it_again() -> None:
     engines.update(sink, values(1))
     engines.update(sink, values(2))
     assert torch.equal(module.b, values(2)["b"])
+
+
+def aside(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def undispatched(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        return function()
+
+
+@pytest.mark.parametrize("somewhere", [aside, undispatched])
+def test_what_was_computed_out_of_sight_is_not_taken_for_the_loaders_own(
+    somewhere: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+) -> None:
+    """A part of a parameter comes from the tensor itself, the rest from what a pool made of it."""
+
+    def loads(target: Target, weights: Weights) -> None:
+        for name, weight in weights:
+            doubled = somewhere(partial(torch.mul, weight, 2))
+            live = target.get_parameter(name).data
+            live[:1].copy_(weight[:1])
+            live[1:].copy_(doubled[1:])
+
+    module = Target(loads, a=torch.zeros(3), b=torch.zeros(3))
+    sink = learned(module)
+    assert "'a' may be in values that were made where torch does not show how" in sink.explain()
+    for start in (1.0, 2.0, 3.0):
+        engines.update(sink, values(start))
+        assert module.a.tolist() == [start, 2 * start + 2, 2 * start + 4]
+
+
+def test_printed_values_leave_torch() -> None:
+    def loads(target: Target, weights: Weights) -> None:
+        for name, weight in weights:
+            target.get_parameter(name).data.copy_(weight)
+            target.seen.fill_(float(f"{weight[0]}"))
+
+    module = Target(loads, {"seen": torch.zeros(1)}, a=torch.zeros(3), b=torch.zeros(3))
+    sink = learned(module)
+    for start in (1.0, 2.0, 3.0):
+        engines.update(sink, values(start))
+        assert module.seen.tolist() == [start]
