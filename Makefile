@@ -1,8 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. With a vLLM engine
 # that follows: `make demo-vllm` (Torch trains) and `make demo-mindspore`. DEMO="--steps 100" goes
-# to the demo; TORCH_INDEX= leaves out the index that has torch's build for the CPU. `make test-vllm`
-# runs the vLLM plugin's tests on real engines; `make test-vllm-versions` those of the engine that
-# need no newer vLLM with older ones too.
+# to the demo; TORCH_INDEX= leaves out the index that has torch's build for the CPU. `make test` has
+# two environments: the second one is vLLM's, with real engines. `make test-vllm` runs all of the vLLM
+# plugin's tests there; `make test-vllm-versions` what needs no newer vLLM with older ones too.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -14,12 +14,15 @@ PLUGINS := plugins/parallelkit-torch plugins/parallelkit-mindspore plugins/paral
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 VLLM_VERSIONS ?= 0.28.0 0.30.0
 VLLM_TESTS := plugins/parallelkit-vllm/tests
+# Those that are skipped where vLLM, or what comes with it, is missing.
+VLLM_ENGINES := $(addprefix $(VLLM_TESTS)/,engine test_checkpoint.py test_execution.py \
+                test_guard.py test_guard_served.py test_versions.py)
 # What one engine in one process shows; clients and servers are tested with the newest vLLM.
 VLLM_CORE := $(addprefix $(VLLM_TESTS)/,test_versions.py test_execution.py \
              $(addprefix engine/test_,execution.py local.py reload.py traps.py))
 
-.PHONY: demo demo-vllm demo-mindspore test test-all test-vllm-versions lint types unit test-vllm \
-        venv-vllm clean
+.PHONY: demo demo-vllm demo-mindspore test test-all test-vllm-versions lint types unit engines \
+        test-vllm venv-vllm clean
 
 demo: $(VENV)/.demo
 	$(BIN)/parallelkit demo $(DEMO)
@@ -32,7 +35,7 @@ demo-mindspore: $(VENV)/.test $(VENV_VLLM)/.demo
 	$(BIN)/parallelkit demo --framework mindspore --engine vllm \
 	    --engine-python $(BIN_VLLM)/python $(DEMO)
 
-test: lint types unit
+test: lint types unit engines
 
 test-all: lint types
 	$(BIN)/python -m pytest -m "not gpu" --full
@@ -47,6 +50,9 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not gpu"
+
+engines: $(VENV_VLLM)/.test
+	$(BIN_VLLM)/python -m pytest -m "not gpu" $(VLLM_ENGINES)
 
 test-vllm: $(VENV_VLLM)/.test
 	$(BIN_VLLM)/python -m pytest -m "not gpu" $(FULL) $(VLLM_TESTS)
