@@ -5,7 +5,7 @@ starts one process that imports it once; of each job it forks a leader, which fo
 waits for them. From there on a rank is like one of `spawn_ranks`: a process group, an environment
 and output files of its own, its script as `__main__`, and an end as Python has it. Not for what
 is to be seen in a fresh interpreter: imports, variables that a framework reads while it is
-imported, memory of the whole process.
+imported, memory of the whole process, source of every caller (the outermost are runpy's).
 """
 
 from __future__ import annotations
