@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, Protocol
 
 import attrs
 
@@ -56,10 +56,27 @@ class RankResult:
     timed_out: bool = False
 
 
+class Process(Protocol):
+    """A child of this process that leads a process group, as `subprocess.Popen` makes it."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or minus the signal that ended it; None before `wait`."""
+
+    def wait(self) -> int:
+        """Wait for its end and reap it; returns the exit status."""
+
+
 @attrs.define(eq=False)
-class _Child:
+class Child:
+    """One rank that was started."""
+
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     ended: bool = False
     timed_out: bool = False
 
@@ -97,17 +114,24 @@ def spawn_ranks(
     if n < 1 or not timeout > 0:
         raise LaunchError(f"n={n!r}, timeout={timeout!r}: both must be positive")
     folder = Path(tempfile.mkdtemp(prefix="parallelkit-"))
-    children: list[_Child] = []
+    children: list[Child] = []
     try:
         for rank in range(n):
             child = _start(argv, rank, n, folder, env or {}, capture)
             children.append(child)  # at once: a later start may fail
-        _wait(children, time.monotonic() + timeout, grace)
-        return [_result(child, folder) for child in children]
+        return watch_ranks(children, folder, timeout=timeout, grace=grace)
     finally:
         for child in children:
             _end(child)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def watch_ranks(
+    children: Sequence[Child], folder: Path, *, timeout: float, grace: float
+) -> list[RankResult]:
+    """Wait for ranks that write into files of `output_path`, as `spawn_ranks` does; all end."""
+    _wait(children, time.monotonic() + timeout, grace)
+    return [_result(child, folder) for child in children]
 
 
 def rank_environ(rank: int, n: int, folder: Path) -> dict[str, str]:
@@ -129,7 +153,7 @@ def rank_environ(rank: int, n: int, folder: Path) -> dict[str, str]:
 
 def _start(
     argv: Sequence[str], rank: int, n: int, folder: Path, env: Mapping[str, str], capture: bool
-) -> _Child:
+) -> Child:
     with contextlib.ExitStack() as files:
         out, err = (_output(files, folder, rank, s) if capture else None for s in ("out", "err"))
         try:
@@ -143,14 +167,19 @@ def _start(
             )
         except OSError as error:
             raise LaunchError(f"cannot start {argv[0]!r}: {error}") from error
-    return _Child(rank, process)
+    return Child(rank, process)
 
 
 def _output(files: contextlib.ExitStack, folder: Path, rank: int, stream: str) -> IO[bytes]:
-    return files.enter_context((folder / f"{rank}.{stream}").open("wb"))
+    return files.enter_context(output_path(folder, rank, stream).open("wb"))
 
 
-def _wait(children: Sequence[_Child], deadline: float, grace: float) -> None:
+def output_path(folder: Path, rank: int, stream: str) -> Path:
+    """Where a rank writes its `"out"` or `"err"`."""
+    return folder / f"{rank}.{stream}"
+
+
+def _wait(children: Sequence[Child], deadline: float, grace: float) -> None:
     """Return when all ended; end the rest at the deadline, or `grace` after a failure."""
     limit = deadline
     failed = False
@@ -167,7 +196,7 @@ def _wait(children: Sequence[_Child], deadline: float, grace: float) -> None:
         time.sleep(min(_POLL_SECONDS, limit - now))
 
 
-def _has_ended(child: _Child) -> bool:
+def _has_ended(child: Child) -> bool:
     """Look without reaping first: while it is a zombie its process group cannot be another's."""
     if not child.ended:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -176,7 +205,7 @@ def _has_ended(child: _Child) -> bool:
     return child.ended
 
 
-def _end(child: _Child) -> None:
+def _end(child: Child) -> None:
     """Kill whatever is left of the rank's process group, then reap the rank."""
     if child.ended:
         return
@@ -186,14 +215,14 @@ def _end(child: _Child) -> None:
     child.ended = True
 
 
-def _result(child: _Child, folder: Path) -> RankResult:
+def _result(child: Child, folder: Path) -> RankResult:
     def read(stream: str) -> str:
-        path = folder / f"{child.rank}.{stream}"
+        path = output_path(folder, child.rank, stream)
         return path.read_text(errors="replace") if path.exists() else ""
 
     return RankResult(
         rank=child.rank,
-        returncode=child.process.returncode,
+        returncode=child.process.wait(),  # at once: it has ended
         stdout=read("out"),
         stderr=read("err"),
         timed_out=child.timed_out,

@@ -5,8 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from parallelkit.spawn import RankResult, spawn_ranks
+from parallelkit.testing.forkserver import ForkServer
+
+#: Seconds that the other ranks may go on when one has failed.
+GRACE: Final = 30.0
 
 
 def run_job(
@@ -19,6 +24,7 @@ def run_job(
     env: Mapping[str, str] | None = None,
     forbidden: Sequence[str] = ("Warning",),
     ignored: Sequence[str] = (),
+    server: ForkServer | None = None,
 ) -> list[RankResult]:
     """Start `script` on `ranks` processes of this host and wait for all of them.
 
@@ -31,15 +37,18 @@ def run_job(
         env: variables besides those that say which rank it is.
         forbidden: texts that no rank may write to its error output.
         ignored: warnings that are none of ours, in the form of Python's option `-W`.
+        server: forks the ranks, under its own filters; None: each is a new interpreter.
 
     Raises:
         AssertionError: a rank ended otherwise; with the end of what it said.
     """
-    filters = [part for rule in ("error", *ignored) for part in ("-W", rule)]
-    argv = [sys.executable, *filters, str(script), *args]
-    results = spawn_ranks(
-        argv, ranks, timeout=timeout, env={"OMP_NUM_THREADS": "1", **(env or {})}, grace=30.0
-    )
+    env = {"OMP_NUM_THREADS": "1", **(env or {})}
+    if server is not None:
+        results = server.run(script, args, ranks=ranks, timeout=timeout, env=env, grace=GRACE)
+    else:
+        filters = [part for rule in ("error", *ignored) for part in ("-W", rule)]
+        argv = [sys.executable, *filters, str(script), *args]
+        results = spawn_ranks(argv, ranks, timeout=timeout, env=env, grace=GRACE)
     wrong = [r for r in results if r.returncode != (ends or {}).get(r.rank, 0)]
     said = [f"rank {r.rank} ended with {r.returncode}:\n{r.stderr[-6000:]}" for r in wrong]
     assert not wrong, "\n".join(said)

@@ -12,9 +12,22 @@ import torch.distributed as dist
 
 from parallelkit.plugin import GroupSpec, LaunchInfo
 from parallelkit.spawn import RankResult
+from parallelkit.testing.forkserver import ForkServer
 from parallelkit.testing.jobs import run_job
 
 JOBS = Path(__file__).parent / "jobs"
+#: What ranks that are forked have imported already: what most jobs use.
+IMPORTED = (
+    "torch._dynamo.backends.debugging",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "parallelkit_torch.plugin",
+    "parallelkit_torch.group",
+    "parallelkit_torch.parallel",
+    "parallelkit.weights",
+)
 
 
 # torch writes TORCHINDUCTOR_CACHE_DIR at the first compilation; here, not in some test
@@ -55,9 +68,20 @@ def spec() -> Callable[..., GroupSpec]:
     return make
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Ranks of it have torch, and what most jobs import of it, already."""
+    made = ForkServer(IMPORTED, filters=("error",))
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def job() -> Callable[..., list[RankResult]]:
-    """Run a file of `jobs/` on real ranks; every rank must end well and warn of nothing."""
+def job(server: ForkServer) -> Callable[..., list[RankResult]]:
+    """Run a file of `jobs/` on real ranks; every rank must end well and warn of nothing.
+
+    Ranks are forked, unless `fresh` asks for new interpreters.
+    """
 
     def run(
         name: str,
@@ -65,6 +89,7 @@ def job() -> Callable[..., list[RankResult]]:
         ranks: int = 2,
         timeout: float = 120.0,
         ends: dict[int, int] | None = None,
+        fresh: bool = False,
         **env: str,
     ) -> list[RankResult]:
         return run_job(
@@ -75,6 +100,7 @@ def job() -> Callable[..., list[RankResult]]:
             ends=ends,
             env=env,
             forbidden=("Warning", "destroy_process_group"),
+            server=None if fresh else server,
         )
 
     return run

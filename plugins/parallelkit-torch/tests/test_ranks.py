@@ -81,4 +81,4 @@ def test_ranks_that_are_given_a_port(job: Job) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job("launched.py", ranks=2, MASTER_PORT=str(port), MASTER_ADDR="localhost")
+    job("launched.py", ranks=2, fresh=True, MASTER_PORT=str(port), MASTER_ADDR="localhost")
