@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mindspore as ms  # writes environment variables; here, not in some test
 import pytest
 
 from parallelkit.spawn import RankResult
-from parallelkit.testing.forkserver import ForkServer
 from parallelkit.testing.jobs import run_job
 
 JOBS = Path(__file__).parent / "jobs"
-QUIET = {"GLOG_v": "3"}  # errors only
-IGNORED = ("ignore:getName() is deprecated:DeprecationWarning",)  # MindSpore's, at exit
-#: What ranks that are forked have imported already.
-IMPORTED = ("mindspore.communication", "parallelkit_mindspore.plugin", "parallelkit.weights")
 
 # By the first operation MindSpore starts threads that live as long as the process.
 (ms.Tensor([1.0]) + 1).asnumpy()
@@ -28,20 +23,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
-    """Ranks of it have MindSpore already."""
-    made = ForkServer(IMPORTED, filters=("error", *IGNORED), env=QUIET)
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def job(server: ForkServer) -> Callable[..., list[RankResult]]:
-    """Run a file of `jobs/` on real ranks; every rank must end well and warn of nothing.
-
-    Ranks are forked, unless `fresh` asks for new interpreters.
-    """
+def job() -> Callable[..., list[RankResult]]:
+    """Run a file of `jobs/` on real ranks; every rank must end well and warn of nothing."""
 
     def run(
         name: str,
@@ -49,18 +33,17 @@ def job(server: ForkServer) -> Callable[..., list[RankResult]]:
         ranks: int = 2,
         timeout: float = 120.0,
         ends: dict[int, int] | None = None,
-        fresh: bool = False,
         **env: str,
     ) -> list[RankResult]:
+        quiet = {"GLOG_v": "3"}  # errors only
         return run_job(
             JOBS / name,
             args,
             ranks=ranks,
             timeout=timeout,
             ends=ends,
-            env={**QUIET, **env},
-            ignored=IGNORED,
-            server=None if fresh else server,
+            env={**quiet, **env},
+            ignored=["ignore:getName() is deprecated:DeprecationWarning"],  # MindSpore's, at exit
         )
 
     return run

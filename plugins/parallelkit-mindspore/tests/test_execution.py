@@ -273,7 +273,7 @@ def test_bytecode() -> None:
 
 @pytest.mark.ranks
 def test_trace(job: Callable[..., list[RankResult]]) -> None:
-    job("tracing.py", ranks=1, fresh=True)
+    job("tracing.py", ranks=1)
 
 
 def test_trace_where_mindspore_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

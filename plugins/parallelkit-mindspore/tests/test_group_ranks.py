@@ -50,4 +50,4 @@ def test_beside_a_group_of_torch(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_given_a_port(job: Job) -> None:
-    job("group_launched.py", ranks=2, fresh=True, MASTER_PORT=free_port(), MASTER_ADDR="localhost")
+    job("group_launched.py", ranks=2, MASTER_PORT=free_port(), MASTER_ADDR="localhost")

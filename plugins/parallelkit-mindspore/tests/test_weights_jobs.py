@@ -15,5 +15,5 @@ def test_two_data_parallel_ranks_publish_and_all_hear_of_it(job: Callable[..., A
 
 
 def test_a_cell_of_200_mb_is_not_copied_beyond_the_segment(job: Callable[..., Any]) -> None:
-    (result,) = job("weights_memory.py", ranks=1, fresh=True)
+    (result,) = job("weights_memory.py", ranks=1)
     assert result.stdout.count("MB above before") == 2

@@ -1,7 +1,7 @@
 """Products of axes on real ranks: what is trained equals one process with the whole batch.
 
 Arguments: a JSON list of cases, each with degrees and options of `pk.parallel_context`, and
-`model` ("decoder", "tied" or "mlp"), and `graph` to run it compiled. All cases run in one job, one
+`model` ("decoder", "tied" or "mlp"), `graph` to run it compiled, and `reduce`, a list (both). All cases run in one job, one
 context each. A second argument is the device type, `cpu` by default.
 """
 
@@ -89,9 +89,10 @@ def values(model: nn.Module, reference: nn.Module, what: str) -> None:
 def run(case: dict[str, Any]) -> None:
     case = dict(case)
     kind, graph = case.pop("model", "decoder"), case.pop("graph", False)
+    reductions = case.pop("reduce", ["mean", "sum"])
     what = f"{case} {kind}"
     x, y = batch(kind)
-    for reduce in ("mean", "sum"):
+    for reduce in reductions:
         context = pk.parallel_context(reduce=reduce, **case)
         plan, part = context.plan, context.plan.data_shard_index(group.rank)
         parts = plan.data_shard_count

@@ -67,14 +67,10 @@ def test_pipelines_with_another_axis(job: Job) -> None:
     )
 
 
-def test_compiled(job: Job) -> None:
-    products(
-        job,
-        2,
-        {"data": 2, "graph": True},
-        {"data_shard": 2, "graph": True},
-        {"pipeline": 2, "graph": True},
-    )
+@pytest.mark.parametrize("reduce", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
+def test_compiled(reduce: str, job: Job) -> None:
+    options = {"graph": True, "reduce": [reduce]}
+    products(job, 2, *({axis: 2, **options} for axis in ("data", "data_shard", "pipeline")))
 
 
 def test_what_ranks_get_wrong_is_named_on_both(job: Job) -> None:
