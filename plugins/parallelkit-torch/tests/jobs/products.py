@@ -1,8 +1,9 @@
 """Products of axes on real ranks: what is trained equals one process with the whole batch.
 
 Arguments: a JSON list of cases, each with degrees and options of `pk.parallel_context`, and
-`model` ("decoder", "tied" or "mlp"), `graph` to run it compiled, and `reduce`, a list (both). All cases run in one job, one
-context each. A second argument is the device type, `cpu` by default.
+`model` ("decoder", "tied" or "mlp"), `graph` to run it compiled, and `reduce`, a list, by default
+both reductions. All cases run in one job, one context each. A second argument is the device type,
+`cpu` by default.
 """
 
 from __future__ import annotations
