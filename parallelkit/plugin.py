@@ -25,6 +25,7 @@ from parallelkit.launch import LaunchInfo
 from parallelkit.protocols import (
     EngineClient,
     ExecutionMode,
+    FiniteSink,
     LoaderSink,
     ParallelContext,
     ProcessGroup,
@@ -66,6 +67,7 @@ __all__ = [
     "EngineCommit",
     "ExecutionMode",
     "ExecutionSpec",
+    "FiniteSink",
     "GraphBreak",
     "GraphReport",
     "GraphSpec",
