@@ -25,6 +25,7 @@ from parallelkit.launch import LaunchInfo
 from parallelkit.protocols import (
     EngineClient,
     ExecutionMode,
+    FiniteSink,
     LoaderSink,
     LocatedSink,
     NetworkTransport,
@@ -68,6 +69,7 @@ __all__ = [
     "EngineCommit",
     "ExecutionMode",
     "ExecutionSpec",
+    "FiniteSink",
     "GraphBreak",
     "GraphReport",
     "GraphSpec",

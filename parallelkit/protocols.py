@@ -370,6 +370,21 @@ class LoaderSink(WeightSink, Protocol):
 
 
 @runtime_checkable
+class FiniteSink(WeightSink, Protocol):
+    """A target that has to know whether what is placed holds NaN or infinity.
+
+    Bytes that are here before they are placed are looked at there: while they are received, not
+    while the target stands still.
+    """
+
+    def note_finite(self, finite: bool) -> None:
+        """Say whether all values of this update are finite; between `begin` and `finish`.
+
+        Not called where the bytes go straight to the target: then `finish` has to look itself.
+        """
+
+
+@runtime_checkable
 class RegionSink(WeightSink, Protocol):
     """A target that keeps a part of the tensors: its shards, its pipeline stage.
 

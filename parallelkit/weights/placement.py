@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from parallelkit.errors import CorruptionError, ProtocolError, TransportError
-from parallelkit.protocols import LoaderSink, LocatedSink, WeightSink
+from parallelkit.protocols import FiniteSink, LoaderSink, LocatedSink, WeightSink
 from parallelkit.weights import overlap as spans
 from parallelkit.weights.buckets import (
     Load,
@@ -26,6 +26,7 @@ from parallelkit.weights.buckets import (
     to_wire,
     wanted_buckets,
 )
+from parallelkit.weights.finite import non_finite
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.moves import (
     Move,
@@ -65,6 +66,11 @@ class Received(NamedTuple):
     moves: list[Moves]
     memory: Callable[[Move], Bytes]
 
+    def tensors(self) -> Iterator[tuple[int, Bytes]]:
+        """Each tensor, and its bytes one after another."""
+        for tensor, nbytes, parts in self.moves:
+            yield tensor, gathered(parts, nbytes, self.memory)
+
 
 def _unclaimed(target: Any, memory: Sequence[spans.Span]) -> None:
     """Nobody else is asked."""
@@ -95,6 +101,7 @@ class Placement:
         self._begun = False  # whether any live memory may have been written, by the last version
         self._direct: list[Bytes] = []  # live memory that it went straight to
         self._spans: tuple[spans.Span, ...] = ()  # where that lies
+        self._noting = sink if isinstance(sink, FiniteSink) else None
         self._verify = verify
         self._run_id = run_id
         self._order = match(self.plan.manifest, needs)
@@ -105,6 +112,9 @@ class Placement:
         self._source: Received | None = None
         self._live: Received | None = None  # what was placed last
         self._fetched = self._placed = b""  # digests: as fetched last, and of what is placed next
+        #: Whether all values are finite: as fetched last, and as staged. None: nobody asked.
+        self._fetched_finite: bool | None = None
+        self._staged_finite: bool | None = None
         self._hashed_live = 0  # tensors of which live memory was hashed, of what came last
         self._tables: dict[int, Table] = {}
         self._moves: list[Moves] | None = None
@@ -175,6 +185,7 @@ class Placement:
             self._source = self._received_in(self._spare)
             digests = hash_table(self._spare, self._table_staged(), workers, wanted)
             self._fetched = to_wire(digests, wanted)
+        self._fetched_finite = self._finite(self._source, workers)
         if not staged:
             self._placed = self._fetched
         return self._fetched
@@ -183,17 +194,18 @@ class Placement:
         """The spare holds `version` now; what was staged before becomes the spare."""
         self._spare, self._staging = self._staging, self._spare
         self._placed, self._hashed_live = self._fetched, 0
+        self._staged_finite = self._fetched_finite
         self.staged_version = version
 
     def place(self, workers: Workers) -> None:
         """Copy the fetched bytes into live memory."""
         assert self._source is not None
-        self._copy(self._source, workers)
+        self._copy(self._source, self._fetched_finite, workers)
 
     def place_staged(self, workers: Workers) -> None:
         """Copy the staged version into live memory."""
         assert self._staging is not None
-        self._copy(self._received_in(self._staging), workers)
+        self._copy(self._received_in(self._staging), self._staged_finite, workers)
 
     def fetch_verified(self, fetch: Fetch, expected: bytes, workers: Workers) -> None:
         """Bring a decided version into memory of our own; see `place_fetched`."""
@@ -203,6 +215,7 @@ class Placement:
         slices = {t: spare[s : s + n] for t, s, n in self._kept()}
         self._verified(fetch, slices, self._expected(fetch.version, expected), workers)
         self._fetched = expected
+        self._fetched_finite = self._finite(self._received_in(spare), workers)
 
     def place_fetched(self, fetch: Fetch, expected: bytes, workers: Workers) -> None:
         """Fetch a decided version straight into live memory, and compare its digests.
@@ -389,13 +402,19 @@ class Placement:
         self.claims(self.module, () if self._located is None else self._located.live_memory())
         self._begun = True
 
-    def _copy(self, received: Received, workers: Workers) -> None:
-        """Copy moves into the sink's live memory, or hand it what it writes itself."""
+    def _copy(self, received: Received, finite: bool | None, workers: Workers) -> None:
+        """Copy moves into the sink's live memory, or hand it what it writes itself.
+
+        Args:
+            finite: whether all values are, as `_finite` found before.
+        """
         moves, memory = received
         self._live, self._hashed_live = received, 0
         pairs: list[tuple[Bytes, Bytes]] = []
         strided: list[tuple[Bytes, Move]] = []
         self._begin()
+        if self._noting is not None and finite is not None:
+            self._noting.note_finite(finite)
         for tensor, size, parts in moves:
             target = self._sink.destination(self._order[tensor])
             if target is None:
@@ -417,6 +436,15 @@ class Placement:
 
         workers.map(one, len(strided), sum(move.source.nbytes for _, move in strided))
         self._sink.finish()
+
+    def _finite(self, received: Received, workers: Workers) -> bool | None:
+        """Whether all values are finite, where the sink has to know; else None."""
+        if self._noting is None:
+            return None
+        specs = self.plan.manifest.unique
+        return not any(
+            non_finite(data, specs[tensor].dtype, workers) for tensor, data in received.tensors()
+        )
 
     def _received_in(self, memory: Bytes) -> Received:
         return Received(self._moves_from_staging(), lambda move: memory)

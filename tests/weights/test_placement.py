@@ -8,10 +8,12 @@ import time
 import numpy as np
 import pytest
 
+from parallelkit.protocols import FiniteSink
 from parallelkit.testing.arrays import Arrays
 from parallelkit.testing.peer import sample_model
 from parallelkit.testing.scripted import Memory
 from parallelkit.weights import placement, subscribe_weights
+from parallelkit.weights.finite import non_finite
 from parallelkit.weights.placement import Placement
 
 SECONDS = 10.0
@@ -192,3 +194,82 @@ def test_written_bytes_stay_while_the_next_version_arrives(job, spread):
         assert member.step(SECONDS) == 2
         for array, value in zip(target.arrays.values(), run.values, strict=True):
             assert array.tobytes() == value.tobytes()
+
+
+class Noted(Late):
+    """A target that has to know whether its values are finite; says when it heard it."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.heard: list[object] = []
+
+    def begin(self):
+        super().begin()
+        self.heard.append("begin")
+
+    def note_finite(self, finite):
+        self.heard.append(finite)
+
+    def finish(self):
+        super().finish()
+        self.heard.append("finish")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+@pytest.mark.parametrize("serve", [False, True])
+def test_values_are_looked_at_before_the_target_stands_still(
+    job, spread, monkeypatch, transport, commit, serve
+):
+    run = job(spread(), transport=transport, commit=commit)
+    target = Noted(zeros(run))
+    assert isinstance(target, FiniteSink)
+    heard = target.heard
+
+    def look(*given):
+        heard.append("look")
+        return non_finite(*given)
+
+    monkeypatch.setattr(placement, "non_finite", look)
+    with subscribe_weights(target, run.lead.new_ticket(), timeout=SECONDS) as member:
+        if serve:
+            member.serve()
+        else:
+            run.members.append((member, target, None))
+        for version, finite in enumerate((True, False, True), 1):
+            for value in run.values:
+                value[...] = version
+            if not finite:
+                run.values[0][6, 2] = [0, 0, 0xC0, 0x7F]  # NaN, in what rank 1 hands out
+            assert not run.update()[1]
+            if serve:
+                assert set(heard) == {"look"}  # while it is received, and may still be called off
+                assert member.step(SECONDS) == version
+            before = serve or commit == "staged"
+            looks = heard.count("look")
+            assert bool(looks) == before
+            assert heard == ["look"] * looks + ["begin"] + [finite] * before + ["finish"]
+            heard.clear()
+        run.members.clear()
+
+
+def test_what_was_fetched_for_nothing_is_not_told(job, spread):
+    """A version with NaN is called off after it arrived; the next one's values count."""
+    run = job(spread())
+    for value in run.values:
+        value[...] = 1
+    target = Noted(zeros(run))
+    with subscribe_weights(target, run.lead.new_ticket(), timeout=SECONDS) as member:
+        member.serve()
+        assert not run.update()[1]
+        run.values[0][6, 2] = [0, 0, 0xC0, 0x7F]
+        member._phase = called_off
+        assert not run.update()[1]
+        assert member._placement._fetched_finite is False
+        assert member.step(SECONDS) == 1
+        assert target.heard == ["begin", True, "finish"]
+
+
+def called_off(phase):
+    if phase == "transfer":
+        raise RuntimeError("no")

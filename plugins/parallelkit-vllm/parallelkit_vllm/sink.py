@@ -1,17 +1,18 @@
-"""An engine's model as a target of weights: `EngineSink`, a `LoaderSink` and `LocatedSink`."""
+"""An engine's model as a target of weights: a `LoaderSink`, `LocatedSink` and `FiniteSink`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 
 from parallelkit.errors import ManifestError, StateError
+from parallelkit.weights.buckets import Workers, as_bytes
+from parallelkit.weights.finite import non_finite
 from parallelkit.weights.manifest import DTYPE_BYTES, Manifest
 from parallelkit.weights.overlap import Span
-from parallelkit_vllm import checkpoint, reload
+from parallelkit_vllm import checkpoint, live, reload
 from parallelkit_vllm.compare import Given, Needed, compare
 from parallelkit_vllm.errors import ReloadError
 
@@ -58,6 +59,8 @@ class EngineSink:
         self._pending: dict[int, torch.Tensor] = {}
         self._open = False
         self._live: tuple[Span, ...] = ()
+        #: Whether what is placed now is finite, where that was found out before.
+        self._finite: bool | None = None
         #: Whether the weights that were placed last had values that are not finite.
         self._poisoned = False
         #: Times that key-value caches were cleared of such values.
@@ -101,6 +104,7 @@ class EngineSink:
         """
         self._ready()
         self._pending.clear()
+        self._finite = None
         if reload.opened(self._model):
             raise ReloadError(
                 "another update of this engine is open: finish it first (finish_weight_update)"
@@ -113,6 +117,11 @@ class EngineSink:
     def live_memory(self) -> Sequence[Span]:
         """Where the model's parameters lie; what layers keep packed elsewhere is not known."""
         return self._live
+
+    def note_finite(self, finite: bool) -> None:
+        """Whether all that is written now is finite; see `finish`."""
+        self._check_open("note_finite")
+        self._finite = finite
 
     def destination(self, index: int) -> memoryview | None:
         """None: every tensor goes through the engine's loader."""
@@ -143,7 +152,9 @@ class EngineSink:
     def finish(self) -> None:
         """Reload every layer from the tensors that were written.
 
-        Key-value caches are zeroed if the weights before had values that are not finite.
+        Key-value caches are zeroed if the weights before had values that are not finite. Where
+        nobody said so by `note_finite`, the tensors are looked at here, while the engine stands
+        still.
 
         Raises:
             ReloadError: a tensor was not written, the loader raised, or a layer lacks values.
@@ -160,7 +171,8 @@ class EngineSink:
                 )
             model_config = self._config.model_config
             reload.load(self._model, model_config, self._config, self._pairs(), whole=False)
-            was, self._poisoned = self._poisoned, not self._finite()
+            finite = self._look() if self._finite is None else self._finite
+            was, self._poisoned = self._poisoned, not finite
         finally:
             self._pending.clear()
             found = _located(self._model)
@@ -189,14 +201,13 @@ class EngineSink:
                 tensor = tensor.narrow(0, given.start, given.rows)
             yield given.name, tensor
 
-    def _finite(self) -> bool:
-        """Whether every value is finite; by extremes, which takes one quick pass and no memory."""
-        for tensor in self._pending.values():
-            if tensor.is_floating_point() and tensor.numel():
-                wide = tensor.to(torch.float16) if tensor.element_size() == 1 else tensor
-                if not all(math.isfinite(end.item()) for end in torch.aminmax(wide)):
-                    return False
-        return True
+    def _look(self) -> bool:
+        """Whether every value that was written is finite."""
+        specs, workers = self._manifest().unique, Workers(1)
+        return not any(
+            non_finite(as_bytes(live.as_bytes(tensor)), specs[index].dtype, workers)
+            for index, tensor in self._pending.items()
+        )
 
     def _manifest(self) -> Manifest:
         if self._published is None:

@@ -15,7 +15,8 @@ from parallelkit_vllm.errors import ReloadError
 from parallelkit_vllm.sink import EngineSink
 
 from parallelkit.errors import ManifestError, ManifestMismatchError, StateError
-from parallelkit.protocols import LoaderSink, LocatedSink
+from parallelkit.protocols import FiniteSink, LoaderSink, LocatedSink
+from parallelkit.weights.manifest import Manifest, TensorSpec
 
 
 @pytest.fixture
@@ -53,9 +54,11 @@ class Model(torch.nn.Module):
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
 
 
-def update(target, given, *, readonly=False):
+def update(target, given, *, readonly=False, finite=None):
     target.check()
     target.begin()
+    if finite is not None:
+        target.note_finite(finite)
     for index, spec in enumerate(target.needs().unique):
         assert target.destination(index) is None
         data = bytes(given[spec.name].data) if readonly else bytearray(given[spec.name].data)
@@ -153,14 +156,38 @@ def test_caches_are_cleared_after_values_that_were_not_finite(config, loaded):
     assert target.cleared == 3
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "float32", "float64"])
+def test_what_was_found_out_before_is_not_looked_at_again(config, loaded, monkeypatch):
+    target = EngineSink(Model(), config)
+    assert isinstance(target, FiniteSink)
+    given = tiny.tensors(1)
+    target.learn(tiny.manifest(given))
+    with monkeypatch.context() as patched:
+        patched.setattr(sink, "non_finite", None)
+        for finite in (False, True, True):
+            update(target, given, finite=finite)
+    assert [seen for seen in loaded if seen == "cleared"] == ["cleared"]
+    with pytest.raises(StateError, match="outside begin and finish"):
+        target.note_finite(True)
+    norm = np.full_like(given["model.norm.weight"].values, np.nan)
+    update(target, given, finite=True)
+    update(target, given | {"model.norm.weight": tiny.raw(norm)})  # what was said is of before
+    update(target, given)
+    assert target.cleared == 2
+
+
+DTYPES = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_is_seen_in_every_dtype(config, dtype):
     target = EngineSink(Model(), config)
     kind = getattr(torch, dtype)
+    specs = [TensorSpec(name=n, dtype=dtype, shape=(k,)) for n, k in (("a", 9), ("b", 0), ("c", 2))]
+    target._published = Manifest(specs)
     target._pending = {0: torch.ones(9).to(kind), 1: torch.empty(0, dtype=kind)}
-    assert target._finite()
+    assert target._look()
     target._pending[2] = torch.tensor([1.0, float("nan")]).to(kind)
-    assert not target._finite()
+    assert not target._look()
 
 
 def test_a_reload_that_fails_lets_go_of_everything(config, loaded, monkeypatch):

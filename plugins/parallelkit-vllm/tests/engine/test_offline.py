@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import tiny_qwen as tiny
+from parallelkit_vllm.clients import offline
 
 import parallelkit as pk
 from parallelkit.errors import (
     EngineError,
+    NonFiniteError,
     PartialCommitError,
     QuarantinedError,
     StateError,
@@ -18,6 +21,7 @@ from parallelkit.errors import (
 )
 
 SECONDS = 60.0
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,27 @@ def test_it_follows_and_forgets_cached_prefixes(llm, publisher, source, fresh):
         assert now != before
         before = now
     assert publisher._coordinator.engines.present[0].client.version(timeout=SECONDS) == 2
+
+
+def test_values_that_are_not_finite_are_refused_before_it_is_paused(
+    llm, source, fresh, monkeypatch
+):
+    with pk.publish_weights(source, timeout=SECONDS, check_finite=True) as careful:
+        handle = careful.attach(llm)
+        _, given = update(careful, source, 1)
+        bad = given[NORM].values.copy()
+        bad[7] = np.nan
+        source.put(given | {NORM: tiny.raw(bad)})
+        with monkeypatch.context() as patched:
+            patched.setattr(offline, "commit", None)
+            patched.setattr(offline, "check_ready", None)
+            with pytest.raises(NonFiniteError, match="'model.norm.weight' .1 of them.*was sent"):
+                careful.update()
+        assert (handle.version, handle.state) == (1, "serving")
+        assert ids(handle) == fresh(tensors=given)
+        report, given = update(careful, source, 2)
+        assert report.engines[0].state == "committed"
+        assert ids(handle) == fresh(tensors=given)
 
 
 def test_a_load_that_fails_is_quarantine_and_the_next_update_brings_it_back(

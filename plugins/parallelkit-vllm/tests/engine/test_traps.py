@@ -229,7 +229,9 @@ def test_t07_values_that_are_not_finite_do_not_stay_in_the_caches(native, follow
     bad[::3] = np.nan
     bad = given | {KEY: tiny.raw(bad)}
     sink, caches = transfer(native)._sink, worker(native).model_runner.kv_caches
+    sink._look = None  # what looks while the engine stands still is not needed
     trainer.update(bad)
+    assert transfer(native)._subscriber._placement._staged_finite is False, "seen as it arrived"
     put_in_place(native)
     tiny.greedy(native)
     assert any(bool(cache.isnan().any()) for cache in caches), "nothing bad got into the caches"
@@ -242,6 +244,24 @@ def test_t07_values_that_are_not_finite_do_not_stay_in_the_caches(native, follow
     trainer.update(tiny.tensors(2))
     put_in_place(native)
     assert sink.cleared == 1
+
+
+def test_t07_one_value_that_is_not_finite_is_refused_on_request(native, follow, trainer, fresh):
+    follow(native, tiny.tensors(0), options={"check_finite": True})
+    given = tiny.tensors(1)
+    trainer.update(given)
+    put_in_place(native)
+    bad = given[KEY].values.copy()
+    bad[3, 5] = np.nan
+    answer = trainer.ask("update", file=trainer.file(given | {KEY: tiny.raw(bad)}))
+    assert answer["error"] == "NonFiniteError"
+    assert f"{KEY!r} (1 of them)" in answer["text"]
+    assert transfer(native)._subscriber.staged == transfer(native).version == 1
+    assert tiny.greedy(native) == fresh(tensors=given)
+    other = tiny.tensors(2)
+    trainer.update(other)
+    put_in_place(native, version=2)
+    assert tiny.greedy(native) == fresh(tensors=other)
 
 
 def test_t09_the_engine_keeps_no_view_of_the_staging_memory(native, follow, trainer, fresh):
