@@ -21,6 +21,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,10 +220,11 @@ def _run_script(request: JobRequest, rank: int) -> None:
     """Run the script as `__main__`, which lives on until the interpreter ends."""
     sys.argv = [request.script, *request.args]
     sys.path[0] = str(Path(request.script).parent)
+    loader = SourceFileLoader("__main__", request.script)
     module: Any = types.ModuleType("__main__")
     module.__file__ = request.script
     sys.modules["__main__"] = module
-    exec(compile(Path(request.script).read_bytes(), request.script, "exec"), vars(module))
+    loader.exec_module(module)
 
 
 if __name__ == "__main__":
