@@ -211,6 +211,33 @@ def connect_transport(
     )
 
 
+def open_device(
+    spec: specs.DeviceSpec, *, manager: PluginManager | None = None
+) -> protocols.DevicePublisher | None:
+    """Open the publisher's end of `spec.name`, or return None where nobody has it."""
+    return _first("parallelkit_open_device", manager, protocols.DevicePublisher, spec=spec)
+
+
+def connect_device(
+    name: str,
+    offer: bytes,
+    key: bytes,
+    sink: protocols.DeviceSink,
+    *,
+    manager: PluginManager | None = None,
+) -> protocols.DeviceSubscriber | None:
+    """Open the subscriber's end from an offer and a pass; None where nobody has `name`."""
+    return _first(
+        "parallelkit_connect_device",
+        manager,
+        protocols.DeviceSubscriber,
+        name=name,
+        offer=offer,
+        key=key,
+        sink=sink,
+    )
+
+
 # --- how they are called -----------------------------------------------------------------------
 
 

@@ -163,6 +163,24 @@ def parallelkit_connect_transport(
 
 
 @hookspec(firstresult=True)
+def parallelkit_open_device(spec: specs.DeviceSpec) -> protocols.DevicePublisher | None:
+    """Open one publisher rank's end of a transport of the lane `device`. *First result.*
+
+    Called for `spec.name` in every rank that hands parts out. None: not my transport.
+    """
+
+
+@hookspec(firstresult=True)
+def parallelkit_connect_device(
+    name: str, offer: bytes, key: bytes, sink: protocols.DeviceSink
+) -> protocols.DeviceSubscriber | None:
+    """Open the subscriber's end of such a transport, to be read by `sink`'s device. *First result.*
+
+    `offer` and `key` as of `parallelkit_connect_transport`.
+    """
+
+
+@hookspec(firstresult=True)
 def parallelkit_engine_client(
     target: Any, options: Mapping[str, object]
 ) -> protocols.EngineClient | None:

@@ -23,6 +23,11 @@ from parallelkit.graphs import Difference, GraphBreak, GraphReport, ModeComparis
 from parallelkit.hookspecs import hookimpl
 from parallelkit.launch import LaunchInfo
 from parallelkit.protocols import (
+    DeviceCopier,
+    DevicePublisher,
+    DeviceSink,
+    DeviceSource,
+    DeviceSubscriber,
     EngineClient,
     ExecutionMode,
     FiniteSink,
@@ -38,10 +43,12 @@ from parallelkit.protocols import (
     WeightSource,
 )
 from parallelkit.specs import (
+    Accelerator,
     Candidate,
     ComparisonSpec,
     ContextSpec,
     DemoSpec,
+    DeviceSpec,
     EngineCommit,
     ExecutionSpec,
     GraphSpec,
@@ -60,10 +67,17 @@ API_VERSION = 1
 
 __all__ = [
     "API_VERSION",
+    "Accelerator",
     "Candidate",
     "ComparisonSpec",
     "ContextSpec",
     "DemoSpec",
+    "DeviceCopier",
+    "DevicePublisher",
+    "DeviceSink",
+    "DeviceSource",
+    "DeviceSpec",
+    "DeviceSubscriber",
     "Difference",
     "EngineClient",
     "EngineCommit",

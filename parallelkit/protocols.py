@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from parallelkit.plan import ParallelPlan
-    from parallelkit.specs import EngineCommit
+    from parallelkit.specs import Accelerator, EngineCommit
     from parallelkit.weights import overlap
     from parallelkit.weights.layout import Region
     from parallelkit.weights.manifest import Manifest
     from parallelkit.weights.regions import Bytes, Span
+    from parallelkit.weights.runs import Digests, Numbers
 
 Tensor = Any
 Plain = None | bool | int | float | str | bytes | list["Plain"] | dict[str, "Plain"]
@@ -415,6 +416,180 @@ class LocatedSink(WeightSink, Protocol):
         raise. While nothing moved the answer is the same object, so that no one has to look
         through it again. `space` is the device as a string; of the host's memory `"cpu"`.
         """
+
+
+@runtime_checkable
+class DeviceSource(WeightSource, Protocol):
+    """A source whose tensors other processes may read where they lie, on a device."""
+
+    def accelerator(self) -> Accelerator | None:
+        """The device that the weights are on, and what keeps others from reading it; None: none."""
+
+    def live(self) -> Sequence[Tensor | None]:
+        """This rank's part of each unique tensor, as the framework has it; None: it has none.
+
+        As the last `begin` or `look` found them.
+        """
+
+
+@runtime_checkable
+class DeviceCopier(Protocol):
+    """Pairs of memory on a device, made once: what is copied where, and in which bucket it is.
+
+    Every call but `wait` only asks the device for something, and they follow one another there. A
+    digest is of a bucket: of its pairs' bytes, in order, each pair from a new word of 8 bytes on.
+    May be used in any thread, by one at a time.
+    """
+
+    def copy(self, *, digest: bool) -> None:
+        """Copy each pair; with `digest`, also digest what is read."""
+
+    def copy_and_read_back(self, *, linked: bool) -> None:
+        """Copy with digests, and digest the targets.
+
+        Args:
+            linked: the sources are another device's, so that one can go on beside the other.
+        """
+
+    def digest_source(self) -> None:
+        """Digest what is at the sources."""
+
+    def digest_target(self) -> None:
+        """Digest what is at the targets."""
+
+    def wait(self) -> DeviceDigests:
+        """Wait for the device, and give the digests that were taken since the last call.
+
+        Raises:
+            TransportError: the device failed.
+        """
+
+
+class DeviceDigests(Protocol):
+    """Digests by bucket, uint64; None where none were asked for."""
+
+    @property
+    def copied(self) -> Digests | None: ...
+    @property
+    def source(self) -> Digests | None: ...
+    @property
+    def target(self) -> Digests | None: ...
+
+
+class DeviceMemory(Protocol):
+    """Memory on a device, for as long as this object is kept."""
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; a multiple of 256."""
+
+
+@runtime_checkable
+class DeviceSink(WeightSink, Protocol):
+    """A target on a device that reads the publisher's memory itself.
+
+    Methods that write, and addresses to be written to, hold between `begin` and `finish` only.
+    """
+
+    def accelerator(self) -> Accelerator | None:
+        """The device that the target is on; None: none that could read others' memory."""
+
+    def addresses(self) -> Sequence[int]:
+        """Where each unique tensor's row-major bytes lie, as last looked at; 0: not in one run."""
+
+    def place(self, index: int, address: int) -> None:
+        """Copy row-major bytes from device memory into tensor `index`, whose address is 0."""
+
+    def gather(self, index: int, address: int) -> None:
+        """The reverse of `place`: copy tensor `index` into device memory, row-major."""
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """Allocate memory on the target's device; may be called in any thread.
+
+        Raises:
+            TransportError: there is not enough.
+        """
+
+    def copier(
+        self, source: Numbers, target: Numbers | None, nbytes: Numbers, bucket: Numbers | None
+    ) -> DeviceCopier:
+        """Prepare to copy pairs; may be called in any thread.
+
+        Args:
+            source, target: addresses that the target's device reads and writes; target None:
+                nothing is copied, and what is at the sources is digested.
+            nbytes: of each pair.
+            bucket: which digest each pair is part of, from 0; None: no digests.
+
+        Raises:
+            TransportError: the pairs overlap, or are no memory.
+        """
+
+
+@runtime_checkable
+class DevicePublisher(Protocol):
+    """One publisher rank's end of a transport that reads weights where they lie.
+
+    Nothing is staged: members read the live tensors while `update` runs.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+
+    def refresh(self) -> bool:
+        """An update begins: look where the weights lie now. Whether that is elsewhere than before.
+
+        Returns once all that was asked of the device before is done.
+
+        Raises:
+            TransportError: they cannot be read from outside any more.
+        """
+
+    def offer(self) -> bytes:
+        """How to reach this rank's parts, where they lie now; over the control channel only."""
+
+    def reader(
+        self, tensor: Numbers, offset: Numbers, nbytes: Numbers, bucket: Numbers
+    ) -> DeviceCopier:
+        """Prepare to digest runs of bytes of this rank's parts; until they move.
+
+        Args:
+            tensor: index of the unique tensor; offset: first byte in this rank's part of it.
+            nbytes, bucket: as of `DeviceSink.copier`.
+        """
+
+    def non_finite(self) -> Mapping[int, int]:
+        """How many values of this rank's parts are NaN or infinite, by unique tensor with any."""
+
+    def bump(self) -> int:
+        """Advance the epoch: whatever was read before is void. Returns the new epoch."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class DeviceSubscriber(Protocol):
+    """A member's end of such a transport, to one publisher rank."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def linked(self) -> bool:
+        """Whether the rank's memory is another device's than the target's."""
+
+    def follow(self, offer: bytes) -> None:
+        """The rank's parts lie elsewhere now. Nothing may be reading the former ones."""
+
+    def parts(self) -> tuple[Numbers, Numbers]:
+        """Address of the rank's part of each unique tensor, for the target's device; and bytes."""
+
+    def epoch(self, *, deadline: float) -> int:
+        """The publisher's epoch now; as of `SubscriberTransport`."""
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ from parallelkit.launch import LaunchInfo
 
 if TYPE_CHECKING:
     from parallelkit.plan import ParallelPlan
+    from parallelkit.protocols import DeviceSource
     from parallelkit.weights.manifest import Manifest
 
 Reduce = Literal["mean", "sum"]
@@ -229,6 +230,25 @@ class ComparisonSpec:
 
 
 @attrs.frozen(kw_only=True)
+class Accelerator:
+    """What one end knows of the device that its weights are on. Devices go by UUID, never by index.
+
+    Attributes:
+        device: the one that the weights are on; `""`: none that could be used.
+        reads: those whose memory it can read, itself among them.
+        sees: those that the process sees.
+        fused: whether copies go by one kernel.
+        obstacles: why other processes cannot read its memory, nor it theirs; empty if they can.
+    """
+
+    device: str = ""
+    reads: tuple[str, ...] = ()
+    sees: tuple[str, ...] = ()
+    fused: bool = False
+    obstacles: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
 class HostIdentity:
     """Where a process runs, as far as it decides which memory another process can reach.
 
@@ -237,7 +257,7 @@ class HostIdentity:
         uid: effective user id.
         pid: process id in its own namespace.
         pid_namespace, net_namespace, ipc_namespace: inode numbers, 0 where unknown.
-        device_uuids: accelerators by UUID, never by index.
+        accelerator: of its weights; None where they are in host memory, or come and go by it.
     """
 
     boot_id: str
@@ -246,7 +266,7 @@ class HostIdentity:
     pid_namespace: int = 0
     net_namespace: int = 0
     ipc_namespace: int = 0
-    device_uuids: tuple[str, ...] = ()
+    accelerator: Accelerator | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -280,6 +300,9 @@ class TransportCandidate:
         publish_options: names of the options of `publish_weights` that are for it; None where it
             does not tell, so that none can be refused as unknown.
         subscribe_options: the same of `subscribe_weights`.
+        lane: `"host"`: bytes go by way of an arena in host memory; `"device"`: members read the
+            publisher's weights where they lie, on a device.
+        in_place: whether it is so fast that `commit="auto"` reads straight into live memory.
     """
 
     name: str
@@ -288,6 +311,8 @@ class TransportCandidate:
     reason: str
     publish_options: tuple[str, ...] | None = None
     subscribe_options: tuple[str, ...] | None = None
+    lane: Literal["host", "device"] = "host"
+    in_place: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -317,6 +342,25 @@ class TransportSpec:
     host: str = "127.0.0.1"
     memory: memoryview | None = attrs.field(default=None, repr=False)
     options: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DeviceSpec:
+    """One publisher rank's end of a transport that reads weights where they lie.
+
+    Attributes:
+        name: the transport chosen.
+        source: what is published; it has been looked at (`begin`, or `look`) already.
+        parts: indexes of the unique tensors of which this rank hands its part out, ascending.
+        rank: the publisher's rank that opens it.
+        secret: as in `TransportSpec`.
+    """
+
+    name: str
+    source: DeviceSource
+    parts: tuple[int, ...]
+    rank: int = 0
+    secret: bytes = attrs.field(default=b"", repr=False)
 
 
 @attrs.frozen(kw_only=True)

@@ -21,7 +21,8 @@ from parallelkit.weights.exports import export
 from parallelkit.weights.identity import host_identity
 from parallelkit.weights.joining import connect
 from parallelkit.weights.manifest import Manifest, TensorSpec
-from parallelkit.weights.placement import Fetch, Placement
+from parallelkit.weights.placement import Placement
+from parallelkit.weights.placing import Fetch
 from parallelkit.weights.plan import plan_transfer
 from parallelkit.weights.readers import Readers
 from parallelkit.weights.ticket import Ticket
@@ -84,7 +85,7 @@ def to_subscriber(
     if kind == "begin":
         return m.Begin(**update, slot=0, timeout=timeout)
     if kind == "transfer":
-        return m.Transfer(**update)
+        return m.Transfer(**update, offers=[])
     if kind == "commit":
         return m.Commit(**update, digests=b"")
     if kind == "abort":
@@ -103,6 +104,7 @@ def welcome(manifest: Manifest, *, verify: str, timeout: float = 5.0) -> m.Welco
         **m.manifest_fields(manifest),
         manifest_digest=manifest.digest(),
         sources=[m.Source(rank=0, nbytes=nbytes, transport="memory", offer=b"", key=b"")],
+        lane="host",
         slots=1,
         verify=verify,
         commit="staged",

@@ -70,11 +70,6 @@ class Arena:
         epochs = [transport.bump() for transport in self._transports]
         return epochs[0]
 
-    def advance(self, epoch: int) -> None:
-        """Bump until the epoch is that of the other ranks, which is never behind."""
-        while self.epoch < epoch:
-            self.bump()
-
     def offers(self) -> dict[str, bytes]:
         """By transport, how to reach this memory."""
         return {transport.name: transport.offer() for transport in self._transports}

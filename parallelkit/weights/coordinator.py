@@ -17,9 +17,10 @@ from parallelkit.weights.control import ControlServer, Stop
 from parallelkit.weights.endpoint import parse_endpoint
 from parallelkit.weights.engine_round import EngineRound
 from parallelkit.weights.engines import Engine, Engines
-from parallelkit.weights.exporter import Exporter, Hashed
-from parallelkit.weights.identity import host_identity
+from parallelkit.weights.exporter import Exporter
+from parallelkit.weights.exports import export
 from parallelkit.weights.kept import Kept
+from parallelkit.weights.lanes import HOST, Hashed, Lanes, Want
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.members import Members, dismiss
 from parallelkit.weights.needs import Needs
@@ -27,9 +28,13 @@ from parallelkit.weights.orders import (
     Kinds,
     Opening,
     Staging,
+    digest,
     do_together,
-    open_exporter,
+    identity_of,
+    open_host,
+    open_lanes,
     raise_failed,
+    stage,
     staged,
 )
 from parallelkit.weights.outcome import Changes, raise_unless_everywhere
@@ -90,8 +95,9 @@ class Coordinator:
         self._phase_hook: Callable[[str], None] = lambda phase: None
         host, _ = parse_endpoint(settings.endpoint)
         device = source.device.partition(":")[0]
-        self.routes = Routes(settings.transport, device, host_identity(), host)
-        self._exporter: Exporter | None = None
+        identity = identity_of(source)
+        self.routes = Routes(settings.transport, device, identity, host, _staged(settings))
+        self._lanes: Lanes | None = None
         try:
             self._open(host)
             if settings.aliased:
@@ -109,7 +115,7 @@ class Coordinator:
             commit=settings.commit,
             slots=self._slots,
             timeout=settings.timeout,
-            sources=self.routes.sources,
+            way=self.routes.way,
         )
         self.engines = Engines(self.members, self.office, self.server)
         self.server.start(self.members)
@@ -124,10 +130,16 @@ class Coordinator:
         return 2 if self.settings.keep_last else 1
 
     @property
+    def lanes(self) -> Lanes:
+        """By which rank 0 hands its own parts out."""
+        assert self._lanes is not None
+        return self._lanes
+
+    @property
     def exporter(self) -> Exporter:
-        """Rank 0's own parts."""
-        assert self._exporter is not None
-        return self._exporter
+        """Rank 0's lane `host`."""
+        found: Exporter = self.lanes[HOST]
+        return found
 
     def update(self, version: int) -> TransferReport:
         """Bring every member of a complete group to `version`. Blocks, see `WeightPublisher`."""
@@ -149,7 +161,6 @@ class Coordinator:
             slot=1 - self._kept.slot if self._kept is not None else 0,
             members=self.members.ready_for_update(),
             timeout=self.settings.timeout,
-            in_place=self.settings.commit == "in_place",
         )
         update.phases["look"] = time.monotonic() - clock
         engines = EngineRound(self.engines, version)
@@ -159,12 +170,12 @@ class Coordinator:
         except BaseException as error:
             self.members.ignore()
             self._bump()
-            self.exporter.void()
+            self.lanes.void()
             update.abort(str(error) or type(error).__name__)
             engines.abort(str(error) or type(error).__name__)
             raise
         self.members.version = version  # decided: from here on the number is used, whatever happens
-        self.exporter.committed()
+        self.lanes.committed()
         self._keep(update, truths)
         members: list[MemberReport] | None = None
         try:
@@ -248,6 +259,8 @@ class Coordinator:
         """Open the arena of every rank that hands parts out."""
         opening = Opening(
             names=self.routes.names(),
+            device=self.routes.device,
+            eager=self._crew.several or not self.routes.device,
             run_id=self._run_id,
             secret=self.routes.secret,
             host=host,
@@ -259,7 +272,7 @@ class Coordinator:
             self._crew.tell({"open": opening.to_plain()})
 
         def mine() -> Message:
-            self._exporter, post = open_exporter(
+            self._lanes, post = open_lanes(
                 self._source, self.manifest, 0, opening, self.settings.options
             )
             return post.to_plain()
@@ -267,8 +280,21 @@ class Coordinator:
         answers, problem = do_together(self._crew, mine, opening.seconds)
         raise_failed(answers, problem)
         self.routes.posts = {rank: Post.from_plain(said) for rank, said in answers.items()}
+        if HOST not in self.lanes and opening.names:
+            self.routes.open_host = lambda: self._open_host(opening)
 
-    def _keep(self, update: Update, truths: dict[Needs, Truth]) -> None:
+    def _open_host(self, opening: Opening) -> None:
+        """Open the lane `host` where it was left for when a member needs it; the control thread's.
+
+        Raises:
+            TransportError: memory or address are not to be had.
+        """
+        mine = export(self.manifest, 0)
+        open_host(self.lanes, self._source, mine, opening, self.settings.options)
+        self.routes.moved(0, self.lanes.offers(), self.lanes.encrypted())
+        self.routes.open_host = None
+
+    def _keep(self, update: Update, truths: dict[Want, Truth]) -> None:
         """Remember what was decided, for members that join later."""
         if self.settings.keep_last:
             self._kept = Kept(
@@ -276,13 +302,12 @@ class Coordinator:
                 epoch=update.epoch,
                 slot=update.slot,
                 truths=truths,
-                in_place=update.in_place,
                 readback=self.settings.verify == "readback",
                 timeout=self.settings.timeout,
             )
 
     def _bump(self) -> int:
-        self.epoch = self.exporter.arena.bump()
+        self.epoch = self.lanes.bump()
         return self.epoch
 
     def _ask(self, engines: EngineRound, update: Update) -> None:
@@ -295,13 +320,13 @@ class Coordinator:
             texts = {name: str(error) for name, error in failures.items()}
             raise update.aborted("begin", texts, next(iter(failures.values())))
 
-    def _prepare(self, update: Update) -> dict[Needs, Truth]:
+    def _prepare(self, update: Update) -> dict[Want, Truth]:
         """Everything before the decision; any error here leaves every member as it was."""
         aliased = self.settings.aliased
-        kinds = list(dict.fromkeys(x.needs for x in update.members if x.needs is not None))
+        kinds = list(dict.fromkeys(x.want for x in update.members))
         if self.settings.keep_last:
-            kinds = self.members.kinds() or [Needs.whole(self.manifest)]
-        truths: dict[Needs, Truth] = {}
+            kinds = [Want(n) for n in self.members.kinds() or [Needs.whole(self.manifest)]]
+        truths: dict[Want, Truth] = {}
         if self.settings.check_finite:  # nobody hears of a version that is refused
             if aliased:
                 self.exporter.check_arena()
@@ -314,11 +339,16 @@ class Coordinator:
             truths = self._stage(update, kinds)
         update.wait_ready()
         update.lap("ready")
-        update.transfer()
+        update.transfer(self.routes.told)
         self._phase("transfer")
-        if aliased and kinds:  # while the members hash the same bytes
-            hashed = self.exporter.hash_arena(kinds, self.settings.verify, update.version)
+        # while the members hash the same bytes
+        if aliased and kinds:
+            needs = [want.needs for want in kinds]
+            hashed = self.exporter.hash_arena(needs, self.settings.verify, update.version)
             truths = self._joined(kinds, {0: hashed}, update.version)
+            update.lap("digest")
+        elif any(want not in truths for want in kinds):
+            truths |= self._digest(update, [want for want in kinds if want not in truths])
             update.lap("digest")
         update.wait_prepared()
         update.compare(truths)
@@ -326,54 +356,73 @@ class Coordinator:
         update.lap("verify")
         return truths
 
-    def _stage(self, update: Update, kinds: list[Needs]) -> dict[Needs, Truth]:
-        """Let every rank stage its parts; what their digests are together."""
-        numbers, new = self._kinds.number(kinds) if self._crew.several else ([], [])
-        staging = Staging(
+    def _stage(self, update: Update, wants: list[Want]) -> dict[Want, Truth]:
+        """Let every rank stage its parts; what their digests are together.
+
+        Of the lane `device` at a single rank there are none yet: see `_digest`.
+        """
+        several = self._crew.several
+        numbers, new = self._kinds.number(w.needs for w in wants) if several else ([], [])
+        staging = self._staging(update, numbers, wants, new)
+        if several:
+            self._crew.tell({"orders": staging.to_plain()})
+            self._kinds.told(numbers)
+        own: dict[int, Hashed] = {}
+
+        def mine() -> Message:
+            own.update(stage(self.lanes, wants, staging))
+            if several:
+                own.update(digest(self.lanes, wants, staging))
+            update.lap("stage")
+            offers = self.lanes.offers()
+            self.routes.moved(0, offers, self.lanes.encrypted())
+            return staged([own[i] for i in range(len(wants))], offers) if several else {}
+
+        answers, problem = do_together(self._crew, mine, staging.seconds)
+        raise_failed(answers, problem)
+        if several:
+            update.lap("meet")
+        self._phase("stage")
+        said = {0: [own[i] for i in sorted(own)]}
+        for rank, answer in answers.items():
+            if rank:
+                said[rank] = hashed_from_plain(answer["hashed"], len(wants))
+                self.routes.moved(rank, answer["offers"])
+        return self._joined([wants[i] for i in sorted(own)], said, update.version)
+
+    def _digest(self, update: Update, wants: list[Want]) -> dict[Want, Truth]:
+        """Digest what members read where it lies, while they do; of a single rank."""
+        said = digest(self.lanes, wants, self._staging(update, [], wants, []))
+        return self._joined(wants, {0: [said[i] for i in range(len(wants))]}, update.version)
+
+    def _staging(
+        self, update: Update, numbers: list[int], wants: list[Want], new: list[object]
+    ) -> Staging:
+        return Staging(
             version=update.version,
             epoch=update.epoch,
             slot=update.slot,
             verify=self.settings.verify,
             needs=numbers,
+            lanes=[want.lane for want in wants],
             new=new,
             seconds=max(update.deadline - time.monotonic(), 0.0),
         )
-        if self._crew.several:
-            self._crew.tell({"orders": staging.to_plain()})
-            self._kinds.told(numbers)
-        own: list[Hashed] = []
-
-        def mine() -> Message:
-            own.extend(self.exporter.stage(kinds, update.slot, staging.verify, update.version))
-            update.lap("stage")
-            return staged(own) if self._crew.several else {}
-
-        answers, problem = do_together(self._crew, mine, staging.seconds)
-        raise_failed(answers, problem)
-        if self._crew.several:
-            update.lap("meet")
-        self._phase("stage")
-        said = {0: own} | {
-            rank: hashed_from_plain(answer["hashed"], len(kinds))
-            for rank, answer in answers.items()
-            if rank
-        }
-        return self._joined(kinds, said, update.version)
 
     def _joined(
-        self, kinds: list[Needs], said: dict[int, list[Hashed]], version: int
-    ) -> dict[Needs, Truth]:
+        self, wants: list[Want], said: dict[int, list[Hashed]], version: int
+    ) -> dict[Want, Truth]:
         """For each kind of members, what all ranks said of it."""
         return {
-            kind: Truth.of(
+            want: Truth.of(
                 self.manifest,
-                kind,
+                want.needs,
                 {rank: hashed[i] for rank, hashed in said.items()},
                 self.settings.verify,
                 self._run_id,
                 version,
             )
-            for i, kind in enumerate(kinds)
+            for i, want in enumerate(wants)
         }
 
     def _report(
@@ -382,7 +431,7 @@ class Coordinator:
         started: float,
         members: list[MemberReport],
         engines: list[EngineReport],
-        truths: dict[Needs, Truth],
+        truths: dict[Want, Truth],
     ) -> TransferReport:
         ratio, notes = self.changes.count(truths.values()), []
         if not members:
@@ -400,7 +449,9 @@ class Coordinator:
             tensors=len(self.manifest.tensors),
             transport=describe(r.transport for r in members) or self.routes.choice.name,
             verify=self.settings.verify,
-            verified=verified_by_all(self.settings.verify, self.settings.commit, members),
+            verified=verified_by_all(
+                self.settings.verify, all(x.in_place for x in update.members), members
+            ),
             phases=update.phases,
             started_at=started,
             members=tuple(
@@ -425,8 +476,17 @@ class Coordinator:
                     )
 
     def _release(self) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def _phase(self, name: str) -> None:
         self._phase_hook(name)
+
+
+def _staged(settings: Settings) -> str:
+    """Why weights have to be in host memory; empty where they need not."""
+    if settings.keep_last:
+        return "keep_last=True keeps versions in host memory"
+    if settings.aliased:
+        return "aliased=True lets the model live in host memory"
+    return ""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-import attrs
 import numpy as np
 
 from parallelkit.errors import ManifestError, StateError
 from parallelkit.protocols import WeightSource
 from parallelkit.weights.arena import Arena
 from parallelkit.weights.buckets import (
-    FULL,
     Digests,
     Load,
     Workers,
@@ -23,32 +21,16 @@ from parallelkit.weights.buckets import (
 )
 from parallelkit.weights.exports import Export
 from parallelkit.weights.finite import non_finite, refuse_non_finite
+from parallelkit.weights.lanes import Hashed, Lane, Side
 from parallelkit.weights.needs import Needs
-from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.regions import Bytes
 
 
-@attrs.frozen
-class Hashed:
-    """What a rank says of one kind of members after an update was staged.
-
-    Attributes:
-        digests: one for each bucket of this rank that they get; 0 where none was wanted.
-        nbytes: of those buckets.
-        changed: bytes of buckets that differ from the last committed version; None if unknown.
-    """
-
-    digests: Digests
-    nbytes: int
-    changed: int | None
-
-
-class Side:
-    """A rank's side of the plan with members that keep the same. Made once, used in each update."""
+class HostSide(Side):
+    """With what it takes to write and hash an arena."""
 
     def __init__(self, export: Export, needs: Needs) -> None:
-        self.plan: TransferPlan = plan_transfer(export.manifest, needs, ranks=(export.rank,))
-        buckets = self.plan.of(export.rank)
+        super().__init__(export, needs)
         self.loads = [
             Load(
                 tuple(
@@ -56,22 +38,12 @@ class Side:
                 ),
                 bucket.nbytes,
             )
-            for bucket in buckets
+            for bucket in self.buckets
         ]
-        self.table = [merged(p.source for p in bucket.pieces) for bucket in buckets]
-        self.sizes = np.array([bucket.nbytes for bucket in buckets], np.int64)
-        self.nbytes = int(self.sizes.sum())
-        self.committed: Digests | None = None
-        self.staged: Digests | None = None
-
-    def changed(self, digests: Digests) -> int | None:
-        """Bytes of buckets that are not as in the last committed version."""
-        if self.committed is None:
-            return None
-        return int(self.sizes[digests != self.committed].sum())
+        self.table = [merged(p.source for p in bucket.pieces) for bucket in self.buckets]
 
 
-class Exporter:
+class Exporter(Lane[HostSide]):
     """Stages and hashes what this rank hands out. Called by the thread that calls `update`."""
 
     def __init__(
@@ -83,8 +55,7 @@ class Exporter:
         *,
         check_finite: bool = False,
     ) -> None:
-        self.rank = export.rank
-        self.export = export
+        super().__init__(export)
         self.arena = arena
         self.workers = Workers()
         self._source = source
@@ -92,7 +63,6 @@ class Exporter:
         self._check_finite = check_finite
         self._unchecked: set[int] = set()
         self._bad: dict[str, int] = {}
-        self._sides: dict[Needs, Side] = {}
         self._whole = Needs.whole(export.manifest)
         self._parts = {part.tensor: part.nbytes for part in export.parts()}
         self._side(self._whole)  # by which the arena is written: not made in the first update
@@ -111,7 +81,7 @@ class Exporter:
             NonFiniteError: with `check_finite`, a part holds NaN or infinity.
         """
         todo = list(dict.fromkeys(needs))
-        self._forget(todo)
+        self._forget({self._whole, *todo})
         found: dict[Needs, Digests] = {}
         memory = self.arena.slot(slot)
         wanted = self._wanted(self._whole, verify, version, self._whole in todo)
@@ -122,16 +92,16 @@ class Exporter:
             if other not in found:
                 wanted = self._wanted(other, verify, version, True)
                 found[other] = self._pass(self._side(other), None, wanted)
-        return [self._said(n, found[n], verify) for n in needs]
+        return [self._side(n).said(found[n], verify) for n in needs]
 
     def hash_arena(self, needs: Sequence[Needs], verify: str, version: int) -> list[Hashed]:
         """Hash what already lies in the arena, where the model itself lives there."""
-        self._forget(needs)
+        self._forget({self._whole, *needs})
         memory, found = self.arena.slot(0), {}
         for n in dict.fromkeys(needs):
             wanted = self._wanted(n, verify, version, True)
             found[n] = hash_table(memory, self._side(n).table, self.workers, wanted)
-        return [self._said(n, found[n], verify) for n in needs]
+        return [self._side(n).said(found[n], verify) for n in needs]
 
     def check_arena(self) -> None:
         """With `check_finite`, look at the model where it lives in the arena.
@@ -147,17 +117,18 @@ class Exporter:
             }
             refuse_non_finite({name: count for name, count in found.items() if count})
 
-    def committed(self) -> None:
-        """What was staged last is the version that later ones are compared with."""
-        sides = self._sides.values()
-        if any(side.staged is not None for side in sides):  # else nobody was there to get it
-            for side in sides:
-                side.committed, side.staged = side.staged, None
+    @property
+    def epoch(self) -> int:
+        return self.arena.epoch
 
-    def void(self) -> None:
-        """What was staged last becomes no version."""
-        for side in self._sides.values():
-            side.staged = None
+    def bump(self) -> int:
+        return self.arena.bump()
+
+    def offers(self) -> dict[str, bytes]:
+        return self.arena.offers()
+
+    def encrypted(self) -> dict[str, bool]:
+        return self.arena.encrypted()
 
     def adopt(self) -> None:
         """Let the source's tensors live in the arena."""
@@ -176,24 +147,11 @@ class Exporter:
                 )
 
     def close(self) -> None:
-        """Drop the arena and end the threads; harmless when repeated."""
         self.arena.close()
         self.workers.close()
 
-    def _side(self, needs: Needs) -> Side:
-        side = self._sides.get(needs)
-        if side is None:
-            side = self._sides[needs] = Side(self.export, needs)
-        return side
-
-    def _forget(self, asked: Collection[Needs]) -> None:
-        """Drop the sides with members that are gone, but what a version is compared with."""
-        stays = {self._whole, *asked}
-        self._sides = {
-            needs: side
-            for needs, side in self._sides.items()
-            if needs in stays or side.committed is not None
-        }
+    def _new_side(self, needs: Needs) -> HostSide:
+        return HostSide(self.export, needs)
 
     def _wanted(self, needs: Needs, verify: str, version: int, asked: bool) -> list[bool]:
         count = len(self._side(needs).loads)
@@ -201,14 +159,7 @@ class Exporter:
             return [False] * count
         return wanted_buckets(verify, count, self._run_id, version, self.rank)
 
-    def _said(self, needs: Needs, digests: Digests, verify: str) -> Hashed:
-        side = self._side(needs)
-        if verify not in FULL:
-            return Hashed(digests, side.nbytes, None)
-        side.staged = digests
-        return Hashed(digests, side.nbytes, side.changed(digests))
-
-    def _pass(self, side: Side, memory: Bytes | None, wanted: Sequence[bool]) -> Digests:
+    def _pass(self, side: HostSide, memory: Bytes | None, wanted: Sequence[bool]) -> Digests:
         """One pass over the source's tensors; see `pass_over`."""
         return pass_over(self._fetch, side.loads, memory, self.workers, wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -18,15 +19,25 @@ from parallelkit.errors import (
     UpdateTimeoutError,
     WeightTransferError,
 )
-from parallelkit.protocols import LoaderSink, RegionSink, SubscriberTransport, WeightSink
+from parallelkit.protocols import (
+    DeviceSink,
+    DeviceSubscriber,
+    LoaderSink,
+    RegionSink,
+    SubscriberTransport,
+    WeightSink,
+)
 from parallelkit.weights import messages as m
 from parallelkit.weights.client import ControlClient
+from parallelkit.weights.device_placement import DevicePlacement, DeviceReaders
 from parallelkit.weights.endpoint import check_timeout
-from parallelkit.weights.identity import host_identity
+from parallelkit.weights.lanes import DEVICE
 from parallelkit.weights.manifest import Manifest, check_exact, check_manifest
 from parallelkit.weights.moves import needs_of
 from parallelkit.weights.options import check_subscribe_options
+from parallelkit.weights.orders import identity_of
 from parallelkit.weights.placement import Placement
+from parallelkit.weights.placing import Placing
 from parallelkit.weights.plan import TransferPlan, plan_transfer
 from parallelkit.weights.readers import Readers
 from parallelkit.weights.subscriber import WeightSubscriber
@@ -97,11 +108,11 @@ def subscribe_weights(
         needs = sink.needs()
         check_manifest(needs, sink)
     client = ControlClient(decoded, timeout)
-    readers: Readers | None = None
+    placement: Placing | None = None
     try:
         deadline = time.monotonic() + timeout
         client.send(
-            m.hello(decoded.token, member, host_identity(), socket.gethostname(), __version__)
+            m.hello(decoded.token, member, identity_of(sink), socket.gethostname(), __version__)
         )
         welcome = _expect(client, m.Welcome, deadline, timeout)
         try:
@@ -115,7 +126,7 @@ def subscribe_weights(
             kept = needs_of(sink, needs, published)
             plan = plan_transfer(published, kept)
             check_subscribe_options(options)
-            readers = connect(welcome, plan, options)
+            placement = _placement(sink, needs, plan, welcome, options)
         except (ParallelKitError, OSError) as error:
             client.send(m.Refused(error=type(error).__name__, message=m.clip(str(error), 60000)))
             raise
@@ -125,11 +136,10 @@ def subscribe_weights(
         )
         _expect(client, m.Joined, deadline, timeout)
     except BaseException:
-        if readers is not None:
-            readers.close()
+        if placement is not None:
+            placement.readers.close()
         client.close()
         raise
-    placement = Placement(sink, needs, readers, welcome.verify, welcome.run_id)
     return WeightSubscriber(client, welcome, placement)
 
 
@@ -151,34 +161,79 @@ def _sink_of(target: Any, loader: Callable[..., Any] | None) -> WeightSink:
     return sink
 
 
+def _placement(
+    sink: WeightSink,
+    needs: Manifest,
+    plan: TransferPlan,
+    welcome: m.Welcome,
+    options: Mapping[str, Any],
+) -> Placing:
+    """Connect to the publisher by the lane that it chose."""
+    if welcome.lane != DEVICE:
+        readers = connect(welcome, plan, options)
+        return Placement(sink, needs, readers, welcome.verify, welcome.run_id)
+    if not isinstance(sink, DeviceSink):
+        raise ProtocolError("the publisher lets a device read its weights, and there is none here")
+    return DevicePlacement(
+        sink, needs, connect_device(welcome, plan, sink), welcome.verify, welcome.run_id
+    )
+
+
 def connect(
     welcome: m.Welcome, plan: TransferPlan, options: Mapping[str, Any] | None = None
 ) -> Readers:
     """Open a transport to every rank of the publisher that this member gets bytes from."""
+    sources = _sources(welcome, plan)
+    with contextlib.ExitStack() as opened:
+        transports = {
+            rank: _transport(source, welcome.slots, options or {}, opened)
+            for rank, source in sources.items()
+        }
+        readers = Readers(plan, transports, {rank: x.nbytes for rank, x in sources.items()})
+        opened.pop_all()  # the readers close them
+    return readers
+
+
+def connect_device(welcome: m.Welcome, plan: TransferPlan, sink: DeviceSink) -> DeviceReaders:
+    """The same, for the device that the target is on."""
+    sources = _sources(welcome, plan)
+    with contextlib.ExitStack() as opened:
+        transports = {rank: _device(source, sink, opened) for rank, source in sources.items()}
+        readers = DeviceReaders(plan, transports)
+        opened.pop_all()
+    return readers
+
+
+def _sources(welcome: m.Welcome, plan: TransferPlan) -> dict[int, m.Source]:
+    """How each rank of the plan is reached."""
     sources = {source.rank: source for source in welcome.sources}
     missing = [rank for rank in plan.ranks if rank not in sources]
     if missing:
         raise ProtocolError(f"the publisher did not say how its rank {missing[0]} is reached")
-    transports: dict[int, SubscriberTransport] = {}
-    try:
-        for rank in plan.ranks:
-            transports[rank] = _transport(sources[rank], welcome.slots, options or {})
-        return Readers(plan, transports, {rank: sources[rank].nbytes for rank in plan.ranks})
-    except BaseException:
-        for transport in transports.values():
-            transport.close()
-        raise
+    return {rank: sources[rank] for rank in plan.ranks}
 
 
-def _transport(source: m.Source, slots: int, options: Mapping[str, Any]) -> SubscriberTransport:
+def _device(source: m.Source, sink: DeviceSink, opened: contextlib.ExitStack) -> DeviceSubscriber:
+    transport = hooks.connect_device(source.transport, source.offer, source.key, sink)
+    if transport is None:
+        raise TransportError(
+            f"no plugin installed here has the publisher's transport {source.transport!r}"
+        )
+    opened.callback(transport.close)
+    return transport
+
+
+def _transport(
+    source: m.Source, slots: int, options: Mapping[str, Any], opened: contextlib.ExitStack
+) -> SubscriberTransport:
     transport = hooks.connect_transport(source.transport, source.offer, source.key, options)
     if transport is None:
         raise TransportError(
             f"no plugin installed here has the publisher's transport {source.transport!r}"
         )
+    opened.callback(transport.close)
     size = None if transport.memory is None else transport.memory.nbytes
     if size is not None and size != slots * source.nbytes:
-        transport.close()
         raise ProtocolError(
             f"the arena of the publisher's rank {source.rank} has {size} bytes instead of {slots} "
             f"times {source.nbytes}"

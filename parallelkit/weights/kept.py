@@ -14,7 +14,7 @@ from typing import Any, Final
 import attrs
 
 from parallelkit.weights import messages as m
-from parallelkit.weights.needs import Needs
+from parallelkit.weights.lanes import Want
 from parallelkit.weights.truth import Truth, misplaced
 
 #: Kinds of members that digests are kept for besides those that are here, the latest ones.
@@ -27,16 +27,15 @@ class Kept:
 
     Attributes:
         version: its number; epoch: of the arenas now; slot: where it is in them.
-        truths: the source's digests by what members keep; others have to wait for an update.
-        in_place, readback: how members commit, and whether they hash live memory.
+        truths: the source's digests by what members want; others have to wait for an update.
+        readback: whether members hash live memory.
         timeout: seconds for a member's part.
     """
 
     version: int
     epoch: int
     slot: int
-    truths: Mapping[Needs, Truth]
-    in_place: bool
+    truths: Mapping[Want, Truth]
     readback: bool
     timeout: float
 
@@ -49,22 +48,22 @@ class Kept:
         """What opens a round."""
         return m.Begin(version=self.version, epoch=self.epoch, slot=self.slot, timeout=self.timeout)
 
-    def answer(self, needs: Needs, message: m.ToPublisher) -> Step:
-        """What follows from a member's message in its round."""
+    def answer(self, want: Want, message: m.ToPublisher, *, in_place: bool) -> Step:
+        """What follows from a message in the round of a member that commits in place, or not."""
         at = {"version": self.version, "epoch": self.epoch}
         if isinstance(message, m.Ready):
-            return Step(m.Transfer(**at))
+            return Step(m.Transfer(version=self.version, epoch=self.epoch, offers=[]))
         if isinstance(message, m.Prepared):
-            wrong = "" if self.in_place else self.truths[needs].problem(message.digests)[0]
+            wrong = "" if in_place else self.truths[want].problem(message.digests)[0]
             if wrong:
                 reason = f"it {wrong}; the next update brings it"
                 return Step(m.Abort(**at, reason=m.clip(reason, 1000)), over=True)
-            wire = self.truths[needs].wire if self.in_place else b""
+            wire = self.truths[want].wire if in_place else b""
             return Step(m.Commit(**at, digests=wire), decided=True)
         if isinstance(message, m.Committed):
             wrong = ""
             if self.readback and not message.staged:
-                wrong = misplaced(self.truths[needs], message.readback)
+                wrong = misplaced(self.truths[want], message.readback)
             return Step(over=True, done=not wrong, failure=wrong)
         if isinstance(message, m.Failed):
             return Step(over=True, failure=f"{message.error}: {message.message}")

@@ -23,9 +23,11 @@ from parallelkit.weights import messages as m
 from parallelkit.weights.control import ControlServer, Desk, Inbox, Lost, Received
 from parallelkit.weights.coverage import check_coverage
 from parallelkit.weights.kept import REMEMBERED, Kept
+from parallelkit.weights.lanes import DEVICE, HOST, Want
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer
+from parallelkit.weights.routes import Way
 from parallelkit.weights.ticket import IssuedTicket, TicketOffice
 
 Answers = list[tuple[bytes, Any]]
@@ -48,6 +50,10 @@ class Member:
         reason: why it is quarantined, lost or refused.
         partial: whether nobody in its group need keep what the others do not.
         transport: how it reaches the publisher's ranks: `shm`, `tcp`, or both.
+        lane: how it gets its bytes, `host` or `device`; instead: why not by its device, where
+            others could.
+        in_place: whether it fetches after the decision, straight into live memory.
+        told: by rank, the offer that it knows, in the lane `device`.
         needs: what it keeps; known once it has joined, until an update begins after it has gone.
         catching: the version that it is being brought to by itself; decided: whether it may
             have put that in place.
@@ -63,10 +69,20 @@ class Member:
     version: int = 0
     reason: str = ""
     transport: str = ""
+    lane: str = HOST
+    instead: str = ""
+    in_place: bool = False
+    told: dict[int, bytes] = attrs.field(factory=dict, repr=False)
     needs: Needs | None = attrs.field(default=None, repr=False)
     partial: bool = attrs.field(default=False, repr=False)
     catching: Kept | None = attrs.field(default=None, repr=False)
     decided: bool = attrs.field(default=False, repr=False)
+
+    @property
+    def want(self) -> Want:
+        """What it gets; of one that has joined."""
+        assert self.needs is not None
+        return Want(self.needs, self.lane)
 
     @property
     def present(self) -> bool:
@@ -87,7 +103,7 @@ class Members(Desk):
         commit: str,
         slots: int,
         timeout: float,
-        sources: Callable[[HostIdentity], list[m.Source]],
+        way: Callable[[HostIdentity], Way],
         version: int = 0,
     ) -> None:
         """
@@ -95,7 +111,7 @@ class Members(Desk):
             manifest: what is published.
             office: redeems tickets.
             run_id, verify, commit, slots, timeout: told to each member.
-            sources: tells how a peer reaches each rank, with passes; or raises `TransportError`.
+            way: tells how a peer reaches each rank, with passes; or raises `TransportError`.
             version: the last committed version; whoever commits moves the attribute.
         """
         self.inbox = Inbox()
@@ -107,7 +123,7 @@ class Members(Desk):
         self._commit = commit
         self._slots = slots
         self._timeout = timeout
-        self._sources = sources
+        self._way = way
         self.version = version
         self._by_route: dict[bytes, Member] = {}
         self._all: list[Member] = []
@@ -311,7 +327,7 @@ class Members(Desk):
         ticket = self._office.redeem(hello.token, hello.member)
         identity = m.identity_of(hello)
         try:
-            sources = self._sources(identity)
+            way = self._way(identity)
         except BaseException as error:
             ticket.joined.discard(hello.member)  # it did not join
             if isinstance(error, TransportError):
@@ -320,7 +336,11 @@ class Members(Desk):
         host = hello.host if hello.host.isprintable() else ascii(hello.host)
         name = f"{ticket.label}.{hello.member} (pid {hello.pid} on {host})"
         member = Member(name, ticket, hello.member, route, secrets.token_bytes(16), identity)
-        member.transport = "+".join(sorted({source.transport for source in sources}))
+        member.transport = "+".join(sorted({source.transport for source in way.sources}))
+        member.lane, member.instead = way.lane, way.instead
+        member.in_place = self._commit == "in_place" or (self._commit == "auto" and way.in_place)
+        if way.lane == DEVICE:
+            member.told = {source.rank: source.offer for source in way.sources}
         self._by_route[route] = member
         self._all.append(member)
         return [
@@ -333,10 +353,11 @@ class Members(Desk):
                     version=self.version,
                     **m.manifest_fields(self._manifest),
                     manifest_digest=self._manifest.digest(),
-                    sources=sources,
+                    sources=way.sources,
+                    lane=way.lane,
                     slots=self._slots,
                     verify=self._verify,
-                    commit=self._commit,
+                    commit="in_place" if member.in_place else "staged",
                     timeout=self._timeout,
                 ),
             )
@@ -389,17 +410,21 @@ class Members(Desk):
     def _catch_up(self, member: Member) -> Answers:
         """Begin to bring a member to the version that is kept, if there is one for its kind."""
         kept = self._kept
-        if kept is None or member.needs not in kept.truths or member.catching is not None:
+        if (
+            kept is None
+            or member.needs is None
+            or member.want not in kept.truths
+            or member.catching is not None
+        ):
             return []
         member.catching, member.decided = kept, False
         return [(member.route, kept.begin())]
 
     def _catching(self, member: Member, kept: Kept, message: m.ToPublisher) -> Answers:
         """Go on with that."""
-        assert member.needs is not None
         if not isinstance(message, m.Failed) and isinstance(message, m.Committed) != member.decided:
             return []  # out of turn
-        step = kept.answer(member.needs, message)
+        step = kept.answer(member.want, message, in_place=member.in_place)
         if step.failure and member.decided:
             member.state, member.reason = "quarantined", step.failure
         if step.done:

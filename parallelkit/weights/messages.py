@@ -20,11 +20,11 @@ from parallelkit.errors import (
     TransportError,
     WeightTransferError,
 )
-from parallelkit.specs import HostIdentity
+from parallelkit.specs import Accelerator, HostIdentity
 from parallelkit.weights.layout import MAX_AXES, Mesh, ShardLayout
 from parallelkit.weights.manifest import Manifest, TensorSpec
 
-PROTOCOL = 3
+PROTOCOL = 4
 #: Largest frame that a publisher accepts (digests of a petabyte; what a member keeps of three
 #: million tensors), and that a subscriber accepts (a manifest of a million names).
 MAX_TO_PUBLISHER = 16 << 20
@@ -37,6 +37,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # neither NaN nor infini
 Text = Annotated[str, msgspec.Meta(max_length=65536)]
 Short = Annotated[str, msgspec.Meta(max_length=256)]
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
+#: Of one host, by UUID.
+Devices = Annotated[list[Annotated[str, msgspec.Meta(max_length=48)]], msgspec.Meta(max_length=32)]
 #: The name of an axis and its degree, a dim, or a coordinate.
 Axis = tuple[Short, Count]
 Axes = Annotated[list[Axis], msgspec.Meta(max_length=MAX_AXES)]
@@ -48,6 +50,16 @@ Box = tuple[list[Count], list[Count]]
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
     """Base of all messages."""
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The device that a member's target is on; see `specs.Accelerator`."""
+
+    device: Short
+    reads: Devices
+    sees: Devices
+    fused: bool
+    obstacles: Annotated[list[Short], msgspec.Meta(max_length=8)]
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -64,6 +76,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     ipc_namespace: Count
     host: Short
     library: Short
+    accelerator: Device | None
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +111,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     tensors: list[Row]
     manifest_digest: Key
     sources: list[Source]
+    lane: Short
     slots: Annotated[int, msgspec.Meta(ge=1, le=2)]
     verify: Short
     commit: Short
@@ -147,10 +161,14 @@ class Ready(_Message, frozen=True, tag="ready"):
 
 
 class Transfer(_Message, frozen=True, tag="transfer"):
-    """P to S: the bytes are there; fetch and hash them."""
+    """P to S: the bytes are there; fetch and hash them.
+
+    `offers`: of ranks whose weights lie elsewhere since the member heard of them, the new offer.
+    """
 
     version: Count
     epoch: Count
+    offers: list[tuple[Count, bytes]]
 
 
 class Prepared(_Message, frozen=True, tag="prepared"):
@@ -298,11 +316,25 @@ def hello(token: bytes, member: int, identity: HostIdentity, host: str, library:
         ipc_namespace=identity.ipc_namespace,
         host=host[:256],
         library=library,
+        accelerator=_device_of(identity.accelerator),
+    )
+
+
+def _device_of(found: Accelerator | None) -> Device | None:
+    if found is None:
+        return None
+    return Device(
+        device=found.device[:48],
+        reads=[uuid[:48] for uuid in found.reads[:32]],
+        sees=[uuid[:48] for uuid in found.sees[:32]],
+        fused=found.fused,
+        obstacles=[clip(text, 256) for text in found.obstacles[:8]],
     )
 
 
 def identity_of(message: Hello) -> HostIdentity:
     """The identity that a `Hello` states."""
+    said = message.accelerator
     return HostIdentity(
         boot_id=message.boot_id,
         uid=message.uid,
@@ -310,6 +342,15 @@ def identity_of(message: Hello) -> HostIdentity:
         pid_namespace=message.pid_namespace,
         net_namespace=message.net_namespace,
         ipc_namespace=message.ipc_namespace,
+        accelerator=None
+        if said is None
+        else Accelerator(
+            device=said.device,
+            reads=tuple(said.reads),
+            sees=tuple(said.sees),
+            fused=said.fused,
+            obstacles=tuple(said.obstacles),
+        ),
     )
 
 

@@ -7,18 +7,22 @@ parts in each update. Rank 0 does the same by the same functions, so that all an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
-from parallelkit.protocols import WeightSource
-from parallelkit.specs import TransportSpec
-from parallelkit.weights.arena import Arena
+from parallelkit import hooks
+from parallelkit.errors import TransportError
+from parallelkit.protocols import DeviceSink, DeviceSource, WeightSink, WeightSource
+from parallelkit.specs import DeviceSpec, HostIdentity, TransportSpec
+from parallelkit.weights.arena import LEAST_BYTES, Arena
 from parallelkit.weights.collective import Crew, Message, failed_rank, pack_error, unpack_error
-from parallelkit.weights.exporter import Exporter, Hashed
-from parallelkit.weights.exports import export
+from parallelkit.weights.device_lane import DeviceLane
+from parallelkit.weights.exporter import Exporter
+from parallelkit.weights.exports import Export, export
 from parallelkit.weights.identity import host_identity
+from parallelkit.weights.lanes import DEVICE, HOST, Hashed, Lanes, Want
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.routes import Post
@@ -33,7 +37,9 @@ class Opening:
     """What every rank that hands parts out has to know to open its arena.
 
     Attributes:
-        names: transports, the one that makes the memory first.
+        names: transports of the lane `host`, the one that makes the memory first.
+        device: the transport of the lane `device`; empty: none.
+        eager: open the lane `host` now, also where the lane `device` is open.
         run_id, secret: of the publisher; host: the interface of its control channel.
         slots: how often an arena holds the export.
         check_finite: whether staging refuses NaN and infinity.
@@ -41,6 +47,8 @@ class Opening:
     """
 
     names: Sequence[str]
+    device: str
+    eager: bool
     run_id: bytes
     secret: bytes = attrs.field(repr=False)
     host: str
@@ -59,7 +67,7 @@ class Staging:
 
     Attributes:
         version, epoch, slot: of the update; verify: what is hashed.
-        needs: a number for what members keep, each kind once.
+        needs: a number for what members keep; lanes: by which lane they get it; each kind once.
         new: those of which the other ranks have not heard yet, as `Needs.to_wire` gives them.
         seconds: how long it may take.
     """
@@ -69,12 +77,14 @@ class Staging:
     slot: int
     verify: str
     needs: Sequence[int]
+    lanes: Sequence[str]
     new: Sequence[Any]
     seconds: float
 
     def to_plain(self) -> Message:
         """Plain form, for the other ranks."""
-        return attrs.asdict(self) | {"needs": list(self.needs), "new": list(self.new)}
+        lists = {"needs": list(self.needs), "lanes": list(self.lanes), "new": list(self.new)}
+        return attrs.asdict(self) | lists
 
 
 class Kinds:
@@ -94,6 +104,9 @@ class Kinds:
         known, self._numbers = self._numbers, {}
         numbers, new = [], []
         for kind in needs:
+            if kind in self._numbers:  # by another lane
+                numbers.append(self._numbers[kind])
+                continue
             number = known.get(kind)
             if number is None:
                 number, self._count = self._count, self._count + 1
@@ -108,42 +121,125 @@ class Kinds:
         """The other ranks have heard of these, and forget all others."""
         self._told = set(numbers)
 
-    def read(self, manifest: Manifest, staging: Staging) -> list[Needs]:
-        """What members of an update keep, as rank 0 told it."""
+    def read(self, manifest: Manifest, staging: Staging) -> list[Want]:
+        """What members of an update want, as rank 0 told it."""
         for number, rows, which in staging.new:
             boxes = [(list(low), list(size)) for low, size in rows]
             self._known[number] = Needs.from_wire(manifest, boxes, which)
         self._known = {number: self._known[number] for number in staging.needs}
-        return [self._known[number] for number in staging.needs]
+        pairs = zip(staging.needs, staging.lanes, strict=True)
+        return [Want(self._known[number], lane) for number, lane in pairs]
 
 
-def open_exporter(
+def open_lanes(
     source: WeightSource,
     manifest: Manifest,
     rank: int,
     opening: Opening,
     options: dict[str, object],
-) -> tuple[Exporter, Post]:
-    """Open a rank's arena.
+) -> tuple[Lanes, Post]:
+    """Open the lanes of a rank.
+
+    Where weights cannot be read on their device after all, and the lane `host` is allowed, that is
+    opened instead.
+
+    Raises:
+        TransportError: memory or address are not to be had, or no lane is left.
+    """
+    mine, lanes, obstacle = export(manifest, rank), Lanes(), ""
+    try:
+        if opening.device:
+            try:
+                lanes.add(DEVICE, _device_lane(source, mine, opening))
+            except TransportError as error:
+                if not opening.names:
+                    raise
+                obstacle = str(error)
+        if opening.names and (opening.eager or DEVICE not in lanes):
+            open_host(lanes, source, mine, opening, options)
+    except BaseException:
+        lanes.close()
+        raise
+    nbytes = max(mine.nbytes, LEAST_BYTES)
+    post = Post(rank, identity_of(source), nbytes, lanes.offers(), lanes.encrypted(), obstacle)
+    return lanes, post
+
+
+def open_host(
+    lanes: Lanes,
+    source: WeightSource,
+    mine: Export,
+    opening: Opening,
+    options: dict[str, object],
+) -> None:
+    """Open the lane `host`, with an arena.
 
     Raises:
         TransportError: memory or address are not to be had.
     """
-    mine = export(manifest, rank)
     spec = TransportSpec(
         name=opening.names[0],
-        manifest=manifest,
+        manifest=mine.manifest,
         nbytes=mine.nbytes,
         run_id=opening.run_id,
-        rank=rank,
+        rank=mine.rank,
         secret=opening.secret,
         host=opening.host,
         options=options,
     )
     arena = Arena(opening.names, spec, opening.slots)
     exporter = Exporter(source, mine, arena, opening.run_id, check_finite=opening.check_finite)
-    here, size = host_identity(), arena.slot_bytes
-    return exporter, Post(rank, here, size, arena.offers(), arena.encrypted())
+    lanes.add(HOST, exporter)
+
+
+def _device_lane(source: WeightSource, mine: Export, opening: Opening) -> DeviceLane:
+    if not isinstance(source, DeviceSource):
+        raise TransportError(f"a {type(source).__qualname__} cannot be read on its device")
+    spec = DeviceSpec(
+        name=opening.device,
+        source=source,
+        parts=tuple(part.tensor for part in mine.parts()),
+        rank=mine.rank,
+        secret=opening.secret,
+    )
+    transport = hooks.open_device(spec)
+    if transport is None:
+        raise TransportError(f"transport {opening.device!r} is listed, but no plugin opens it")
+    return DeviceLane(mine, transport, opening.run_id, check_finite=opening.check_finite)
+
+
+def identity_of(holder: WeightSource | WeightSink) -> HostIdentity:
+    """The identity of this process, with the device that weights are on."""
+    if isinstance(holder, DeviceSource | DeviceSink):
+        return attrs.evolve(host_identity(), accelerator=holder.accelerator())
+    return host_identity()
+
+
+def stage(lanes: Lanes, wants: Sequence[Want], staging: Staging) -> dict[int, Hashed]:
+    """Write what is wanted by the lane `host`, and see where weights lie for the lane `device`.
+
+    Returns:
+        What this rank says, by position among `wants`; of the lane `device` nothing yet.
+    """
+    chosen = [i for i, want in enumerate(wants) if want.lane == HOST]
+    said: list[Hashed] = []
+    # without a member there may still be values to be refused
+    if chosen or (not wants and HOST in lanes):
+        needs = [wants[i].needs for i in chosen]
+        said = lanes[HOST].stage(needs, staging.slot, staging.verify, staging.version)
+    if len(chosen) < len(wants) or (not wants and HOST not in lanes):
+        lanes[DEVICE].look()
+    return dict(zip(chosen, said, strict=True))
+
+
+def digest(lanes: Lanes, wants: Sequence[Want], staging: Staging) -> dict[int, Hashed]:
+    """Digest what is wanted by the lane `device`; what this rank says, by position."""
+    chosen = [i for i, want in enumerate(wants) if want.lane == DEVICE]
+    if not chosen:
+        return {}
+    needs = [wants[i].needs for i in chosen]
+    said = lanes[DEVICE].digest(needs, staging.verify, staging.version)
+    return dict(zip(chosen, said, strict=True))
 
 
 def do_together(
@@ -182,6 +278,6 @@ def raise_failed(answers: dict[int, Message], problem: BaseException | None) -> 
         raise unpack_error(answers[rank], rank=rank)
 
 
-def staged(hashed: Sequence[Hashed]) -> Message:
+def staged(hashed: Sequence[Hashed], offers: Mapping[str, bytes]) -> Message:
     """What a rank says once it has staged."""
-    return {"hashed": hashed_to_plain(hashed)}
+    return {"hashed": hashed_to_plain(hashed), "offers": dict(offers)}

@@ -1,15 +1,14 @@
-"""From the publisher's arenas into a target: the subscriber's half of moving bytes."""
+"""From the publisher's arenas into a target, by the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import attrs
 import numpy as np
 
-from parallelkit.errors import CorruptionError, ProtocolError, TransportError
-from parallelkit.protocols import FiniteSink, LoaderSink, LocatedSink, WeightSink
+from parallelkit.errors import CorruptionError, TransportError
+from parallelkit.protocols import FiniteSink, LoaderSink, WeightSink
 from parallelkit.weights import overlap as spans
 from parallelkit.weights.buckets import (
     Load,
@@ -18,46 +17,22 @@ from parallelkit.weights.buckets import (
     as_bytes,
     copy_all,
     copy_span,
-    from_wire,
     hash_table,
     merged,
     pass_over,
     shifted,
     to_wire,
-    wanted_buckets,
 )
 from parallelkit.weights.finite import non_finite
 from parallelkit.weights.manifest import Manifest
-from parallelkit.weights.moves import (
-    Move,
-    Moves,
-    gathered,
-    joint_moves,
-    kept_bytes,
-    laid_out,
-    match,
-)
-from parallelkit.weights.plan import Bucket, TransferPlan
+from parallelkit.weights.moves import Move, Moves, gathered, joint_moves
+from parallelkit.weights.placing import Fetch, Placing
+from parallelkit.weights.plan import Bucket
 from parallelkit.weights.readers import Readers
 from parallelkit.weights.regions import Bytes, Span
 
 #: Buckets that are fetched in place before they are hashed.
 PLACED_BUCKETS: Final = 16
-
-
-@attrs.frozen
-class Fetch:
-    """What one version's bytes are fetched by.
-
-    Attributes:
-        version, epoch, slot: as the publisher said.
-        deadline: monotonic seconds.
-    """
-
-    version: int
-    epoch: int
-    slot: int
-    deadline: float
 
 
 class Received(NamedTuple):
@@ -72,61 +47,31 @@ class Received(NamedTuple):
             yield tensor, gathered(parts, nbytes, self.memory)
 
 
-def _unclaimed(target: Any, memory: Sequence[spans.Span]) -> None:
-    """Nobody else is asked."""
+class Placement(Placing):
+    """From arenas, by the host."""
 
-
-class Placement:
-    """Fetches, hashes and places one version. Not safe to call from several threads."""
+    readers: Readers
 
     def __init__(
         self, sink: WeightSink, needs: Manifest, readers: Readers, verify: str, run_id: bytes
     ) -> None:
-        """
-        Args:
-            sink: where to.
-            needs: its manifest.
-            readers: where from, and the plan.
-            verify, run_id: which buckets are hashed, together with the version.
-        """
-        self.readers = readers
-        self.plan: TransferPlan = readers.plan
-        self.repeated = 0
-        self.staged_version = 0
-        #: Called when the sink has begun, with what is to be written; it may raise.
-        self.claims: Callable[[Any, Sequence[spans.Span]], None] = _unclaimed
-        self._sink = sink
-        self._loading = sink if isinstance(sink, LoaderSink) else None
-        self._located = sink if isinstance(sink, LocatedSink) else None
-        self._begun = False  # whether any live memory may have been written, by the last version
-        self._direct: list[Bytes] = []  # live memory that it went straight to
+        super().__init__(sink, needs, readers, verify, run_id)
+        self._direct: list[Bytes] = []  # live memory that the last version went straight to
         self._spans: tuple[spans.Span, ...] = ()  # where that lies
         self._noting = sink if isinstance(sink, FiniteSink) else None
-        self._verify = verify
-        self._run_id = run_id
-        self._order = match(self.plan.manifest, needs)
-        self._sizes = kept_bytes(self.plan)
-        self._starts, self._room = laid_out(self._sizes)
+        self._loading = sink if isinstance(sink, LoaderSink) else None
         self._spare: Bytes | None = None
         self._staging: Bytes | None = None
         self._source: Received | None = None
         self._live: Received | None = None  # what was placed last
-        self._fetched = self._placed = b""  # digests: as fetched last, and of what is placed next
         #: Whether all values are finite: as fetched last, and as staged. None: nobody asked.
         self._fetched_finite: bool | None = None
         self._staged_finite: bool | None = None
-        self._hashed_live = 0  # tensors of which live memory was hashed, of what came last
         self._tables: dict[int, Table] = {}
         self._moves: list[Moves] | None = None
         self._moves_staged: list[Moves] | None = None
 
-    @property
-    def module(self) -> Any:
-        """What the user works with."""
-        return self._sink.module
-
     def explain(self) -> str:
-        """Say how tensors reach the target."""
         if self._loading is not None:
             return self._loading.explain()
         kept = sum(1 for _ in self._kept())
@@ -134,30 +79,12 @@ class Placement:
 
     @property
     def memory(self) -> Sequence[spans.Span]:
-        """Live memory that the last version was written to, as far as that is known.
-
-        The same object as long as it is the same memory.
-        """
         if self._located is not None:
-            return self._located.live_memory() if self._begun else ()
+            return super().memory
         found = tuple(_where(live) for live in self._direct if live.nbytes)
         if found != self._spans:
             self._spans = found
         return self._spans
-
-    @property
-    def verified(self) -> tuple[int, int]:
-        """Of how many tensors live memory was hashed, and of how many others what was received.
-
-        Of the version that was placed or staged last; none where nothing is hashed.
-        """
-        if self._verify == "off":
-            return 0, 0
-        return self._hashed_live, sum(1 for _ in self._kept()) - self._hashed_live
-
-    def check(self) -> None:
-        """Raise if the target is not what it was when it joined; nothing is written."""
-        self._sink.check()
 
     def allocate_staging(self, versions: int = 2) -> None:
         """Make room of our own for one version, or for two as `serve` needs it."""
@@ -168,6 +95,9 @@ class Placement:
             staging = np.zeros(self._room, np.uint8)
         # All or none: after a MemoryError for the second, a later call starts over.
         self._spare, self._staging = spare, staging
+
+    def prepare(self, *, staged: bool) -> None:
+        """Nothing: what an update takes is made when it is used first."""
 
     def fetch(self, fetch: Fetch, workers: Workers, *, staged: bool) -> bytes:
         """Hash the bytes, where they lie or as received; returns the digests' wire form.
@@ -376,31 +306,11 @@ class Placement:
             deadline=fetch.deadline,
         )
 
-    def _expected(self, version: int, wire: bytes) -> dict[int, int]:
-        """The source's digest of each bucket that is to be compared."""
-        wanted, digests = self._wanted(version), from_wire(wire)
-        count = len(wanted) if any(wanted) else 0
-        if digests is None or len(digests) != count:
-            raise ProtocolError(
-                f"the publisher sent {len(wire)} bytes of digests for {count} buckets of 8 bytes"
-            )
-        return {i: digest for i, digest in enumerate(digests.tolist()) if wanted[i]}
-
-    def _wanted(self, version: int) -> list[bool]:
-        return [
-            chosen
-            for rank, buckets in self.readers.by_rank.items()
-            for chosen in wanted_buckets(self._verify, len(buckets), self._run_id, version, rank)
-        ]
-
     # --- placing
 
     def _begin(self) -> None:
-        """Let the sink begin; until it has, nothing was written."""
-        self._begun, self._direct = False, []
-        self._sink.begin()
-        self.claims(self.module, () if self._located is None else self._located.live_memory())
-        self._begun = True
+        self._direct = []
+        super()._begin()
 
     def _copy(self, received: Received, finite: bool | None, workers: Workers) -> None:
         """Copy moves into the sink's live memory, or hand it what it writes itself.
@@ -448,18 +358,6 @@ class Placement:
 
     def _received_in(self, memory: Bytes) -> Received:
         return Received(self._moves_from_staging(), lambda move: memory)
-
-    def _names(self, bad: Sequence[int]) -> tuple[list[str], str]:
-        """Names of the tensors in some buckets, and some of them for people."""
-        found = {n for i in bad[:64] for n in self.plan.names_in(self.plan.buckets[i])}
-        names = sorted(found)
-        return names, ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
-
-    def _kept(self) -> Iterator[tuple[int, int, int]]:
-        """Tensor, where it begins in staging memory, and bytes, of all of which any are kept."""
-        for tensor, (start, size) in enumerate(zip(self._starts, self._sizes, strict=True)):
-            if size:
-                yield tensor, start, size
 
     def _moves_direct(self) -> list[Moves]:
         """For each tensor, how it is copied from arenas."""

@@ -269,7 +269,7 @@ class WeightPublisher:
         manifest = self._plan.manifest
         lines = [
             f"{len(manifest.tensors)} tensors, {manifest.nbytes / 1e6:.1f} MB; version "
-            f"{self._version}; commit {self._settings.commit}; verify {self._settings.verify}"
+            f"{self._version}; commit {self._commit}; verify {self._settings.verify}"
         ]
         lines += explain_exports(manifest)
         if self._coordinator is None:
@@ -280,8 +280,19 @@ class WeightPublisher:
         everyone += self._coordinator.members.everyone()
         for one in everyone:
             why = f" ({one.reason})" if one.reason else ""
+            if isinstance(one, Member) and one.instead:
+                why += f"; by {one.transport}: {one.instead}"
             lines.append(f"  {one.name}: {one.state}, version {one.version}{why}")
         return "\n".join(lines)
+
+    @property
+    def _commit(self) -> str:
+        """How members commit, for people."""
+        if self._settings.commit != "auto":
+            return self._settings.commit
+        if self._coordinator is None or not self._coordinator.routes.device:
+            return "staged"
+        return "in place on the publisher's GPU, staged elsewhere"
 
     def close(self) -> None:
         """Tell every member and free everything. Not collective; harmless when repeated.

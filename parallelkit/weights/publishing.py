@@ -50,11 +50,13 @@ def publish_weights(
         model: an `nn.Module` (wrapped or compiled: plain names are published), whatever a plugin
             knows, or a `WeightSource`.
         transport: `"auto"`: each member gets what reaches it at the least cost; or a name from
-            `parallelkit doctor`, such as `"shm"` or `"tcp"`, for all.
+            `parallelkit doctor`, such as `"shm"`, `"tcp"` or `"cuda_ipc"`, for
+            all.
         commit: `"staged"`: bytes are complete and verified before the first live byte is written.
             `"in_place"`: nothing is fetched before the decision; then members read straight into
             live memory and compare digests, which needs no memory besides. What comes changed is
-            fetched once more, and then that member is quarantined. `"auto"` is staged.
+            fetched once more, and then that member is quarantined. `"auto"` is staged, but in place
+            where a GPU reads its own memory (`cuda_ipc`).
         verify: `"digest"` hashes every bucket at the source and as received; `"readback"` hashes
             live memory too, after placement; `"sample"` a sixteenth of the buckets; `"off"`.
         endpoint: address of the control channel, `"10.0.0.5:0"` or `"[fd00::2]:0"`: that of the
@@ -96,7 +98,7 @@ def publish_weights(
         raise GroupError(f"group is a {type(group).__qualname__}; it is a process group, or None")
     settings = Settings(
         transport=transport,
-        commit="staged" if isinstance(commit, str) and commit == "auto" else commit,
+        commit=commit,
         verify=verify,
         aliased=aliased,
         keep_last=keep_last,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final, Protocol
 
@@ -40,6 +40,30 @@ class Slices:
         return self._memory[self._starts[tensor] :]
 
 
+def grouped(buckets: Iterable[Bucket]) -> dict[int, list[Bucket]]:
+    """Buckets by rank, which they are sorted by."""
+    return {
+        rank: list(some) for rank, some in itertools.groupby(buckets, lambda bucket: bucket.rank)
+    }
+
+
+class Timed(Protocol):
+    """A way to one rank that says its epoch."""
+
+    def epoch(self, *, deadline: float) -> int: ...
+
+
+def check_epochs(ways: Mapping[int, Timed], epoch: int, version: int, deadline: float) -> None:
+    """Raise `EpochError` unless every rank is at this epoch still."""
+    for rank, way in ways.items():
+        now = way.epoch(deadline=deadline)
+        if now != epoch:
+            raise EpochError(
+                f"the publisher went on without this subscriber (epoch {now} of its rank "
+                f"{rank} instead of {epoch}): it came too late for version {version}"
+            )
+
+
 class Readers:
     """Transports by publisher rank, and the plan that says what is read from each.
 
@@ -65,10 +89,7 @@ class Readers:
             ProtocolError: an arena is smaller than the plan says.
         """
         self.plan = plan
-        self.by_rank = {
-            rank: list(buckets)
-            for rank, buckets in itertools.groupby(plan.buckets, lambda bucket: bucket.rank)
-        }
+        self.by_rank = grouped(plan.buckets)
         for rank, buckets in self.by_rank.items():
             end = max(piece.source.end for bucket in buckets for piece in bucket.pieces)
             if end > slot_bytes[rank]:
@@ -97,13 +118,18 @@ class Readers:
 
     def check_epoch(self, epoch: int, version: int, deadline: float) -> None:
         """Raise `EpochError` unless every rank is at this epoch still."""
-        for rank, transport in self._transports.items():
-            now = transport.epoch(deadline=deadline)
-            if now != epoch:
-                raise EpochError(
-                    f"the publisher went on without this subscriber (epoch {now} of its rank "
-                    f"{rank} instead of {epoch}): it came too late for version {version}"
-                )
+        check_epochs(self._transports, epoch, version, deadline)
+
+    def follow(self, offers: Sequence[tuple[int, bytes]]) -> None:
+        """Refuse: an arena stays where it is.
+
+        Raises:
+            ProtocolError: there are offers.
+        """
+        if offers:
+            raise ProtocolError(
+                f"the publisher says that the arenas of {len(offers)} of its ranks have moved"
+            )
 
     def fill(
         self,

@@ -228,11 +228,11 @@ class TransferReport:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def verified_by_all(verify: str, commit: str, members: Sequence[MemberReport]) -> str:
+def verified_by_all(verify: str, in_place: bool, members: Sequence[MemberReport]) -> str:
     """Say what holds of every byte of every member that has the version.
 
     Args:
-        verify, commit: as used.
+        verify: as used; in_place: whether every member committed in place.
         members: all that took part.
     """
     if not members:
@@ -240,7 +240,7 @@ def verified_by_all(verify: str, commit: str, members: Sequence[MemberReport]) -
     said, live = _VERIFIED[verify], not any(member.staged_tensors for member in members)
     if verify == "readback" and not live:
         return f"{_VERIFIED['digest']}; live memory where a member says so"
-    if verify in ("digest", "readback") and commit == "in_place" and live:
+    if verify in ("digest", "readback") and in_place and live:
         return said.replace("received", "placed")
     return said
 

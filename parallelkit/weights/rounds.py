@@ -17,7 +17,7 @@ from parallelkit.errors import (
 )
 from parallelkit.weights import messages as m
 from parallelkit.weights.client import ControlClient
-from parallelkit.weights.placement import Fetch
+from parallelkit.weights.placing import Fetch
 
 #: A subscriber waits this much longer than the publisher, whose word on a deadline comes first.
 _GRACE_SECONDS: Final = 1.0

@@ -25,7 +25,7 @@ from parallelkit.weights import messages as m
 from parallelkit.weights.buckets import Workers
 from parallelkit.weights.client import ControlClient
 from parallelkit.weights.endpoint import check_timeout
-from parallelkit.weights.placement import Placement
+from parallelkit.weights.placing import Placing
 from parallelkit.weights.rounds import Round, Superseded, Talk
 from parallelkit.weights.turns import Turns
 from parallelkit.weights.writers import Writer
@@ -46,7 +46,7 @@ class WeightSubscriber:
         self,
         client: ControlClient,
         welcome: m.Welcome,
-        placement: Placement,
+        placement: Placing,
     ) -> None:
         self.name = welcome.name
         self.plan = placement.plan
@@ -251,9 +251,10 @@ class WeightSubscriber:
             self._phase("begin")
             self._placement.check()
             self._talk.say(m.Ready, update)
-            self._talk.await_next(update, m.Transfer, "transfer", self._version)
+            transfer = self._talk.await_next(update, m.Transfer, "transfer", self._version)
             phase = "transfer"
             started = time.monotonic()
+            self._placement.readers.follow(transfer.offers)
             digests = self._fetch(update, staged=staged)
             self._phase("transfer")
             seconds = time.monotonic() - started
@@ -281,10 +282,12 @@ class WeightSubscriber:
             self._client.send(ack)
 
     def _fetch(self, update: Round, *, staged: bool) -> bytes:
-        """Fetch and hash the bytes; in place, see that they are there still."""
+        """Fetch and hash the bytes; in place, get ready to, and see that they are there still."""
         digests = b""
         try:
-            if not self._in_place:
+            if self._in_place:
+                self._placement.prepare(staged=staged)
+            else:
                 digests = self._placement.fetch(update.fetch(), self._workers, staged=staged)
             self._check_epoch(update)
         except EpochError as late:  # the publisher advances it first, and then says why
@@ -451,7 +454,7 @@ class WeightSubscriber:
 
 
 def _free(
-    talk: Talk, client: ControlClient, placement: Placement, workers: Workers, pid: int
+    talk: Talk, client: ControlClient, placement: Placing, workers: Workers, pid: int
 ) -> None:
     if pid == os.getpid():
         talk.leave()

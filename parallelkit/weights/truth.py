@@ -10,7 +10,7 @@ import numpy as np
 
 from parallelkit.errors import ProtocolError
 from parallelkit.weights.buckets import FULL, Digests, from_wire, to_wire, wanted_buckets
-from parallelkit.weights.exporter import Hashed
+from parallelkit.weights.lanes import Hashed
 from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer

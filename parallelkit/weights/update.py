@@ -27,8 +27,8 @@ from parallelkit.errors import (
 )
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import ControlServer, Lost, Stop
+from parallelkit.weights.lanes import Want
 from parallelkit.weights.members import Member, Members
-from parallelkit.weights.needs import Needs
 from parallelkit.weights.report import MemberReport
 from parallelkit.weights.truth import Truth, misplaced
 
@@ -41,7 +41,6 @@ class Update:
         version, epoch: sent with every message; answers of another epoch are ignored.
         slot: which part of the arenas the bytes are in.
         members: who takes part, fixed at begin.
-        in_place: whether members fetch after the decision.
         deadline: monotonic seconds by which the decision must fall.
         timeout: seconds for the commit, after the decision.
         phases: seconds by phase, filled in as they end.
@@ -54,7 +53,6 @@ class Update:
     slot: int
     members: list[Member]
     timeout: float
-    in_place: bool = False
     phases: dict[str, float] = attrs.field(factory=dict)
     deadline: float = attrs.field(init=False)
     prepared: dict[bytes, m.Prepared] = attrs.field(factory=dict, init=False)
@@ -81,25 +79,34 @@ class Update:
         """Wait until every member takes part, or raise before the decision."""
         self._collect(m.Ready, "begin", "call step(), or serve()")
 
-    def transfer(self) -> None:
-        """The bytes are in place to be fetched; does not wait."""
-        self._tell(m.Transfer(version=self.version, epoch=self.epoch))
+    def transfer(self, told: Callable[[int], bytes]) -> None:
+        """The bytes are in place to be fetched; does not wait.
+
+        Args:
+            told: by rank, the offer that members have to know who read its weights where they lie.
+        """
+        for member in self.members:
+            offers = [(rank, told(rank)) for rank in member.told if member.told[rank] != told(rank)]
+            member.told.update(offers)
+            if member.present:
+                message = m.Transfer(version=self.version, epoch=self.epoch, offers=offers)
+                self.server.send(member.route, message)
 
     def wait_prepared(self) -> None:
         """Wait until every member holds and has hashed the bytes, or raise before the decision."""
         answers = self._collect(m.Prepared, "transfer", "fetch and verify the bytes")
         self.prepared = answers
 
-    def compare(self, truths: Mapping[Needs, Truth]) -> None:
+    def compare(self, truths: Mapping[Want, Truth]) -> None:
         """Compare every member's digests with the source's, or raise before the decision.
 
-        In place there is nothing to compare yet.
+        Of those in place there is nothing to compare yet.
         """
-        if self.in_place:
-            return
         failures: dict[str, str] = {}
         tensors: set[str] = set()
         for member in self.members:
+            if member.in_place:
+                continue
             reason, names = _truth(truths, member).problem(self.prepared[member.route].digests)
             if reason:
                 failures[member.name] = reason
@@ -116,7 +123,7 @@ class Update:
 
     def commit(
         self,
-        truths: Mapping[Needs, Truth],
+        truths: Mapping[Want, Truth],
         *,
         readback: bool,
         settled: Callable[[Member, MemberReport], None],
@@ -130,7 +137,7 @@ class Update:
         """
         for member in self.members:
             if member.present:
-                wire = _truth(truths, member).wire if self.in_place else b""
+                wire = _truth(truths, member).wire if member.in_place else b""
                 commit = m.Commit(version=self.version, epoch=self.epoch, digests=wire)
                 self.server.send(member.route, commit)
         waiting = {member.route: member for member in self.members}
@@ -247,9 +254,8 @@ class Update:
         return error
 
 
-def _truth(truths: Mapping[Needs, Truth], member: Member) -> Truth:
-    assert member.needs is not None  # known since it joined
-    return truths[member.needs]
+def _truth(truths: Mapping[Want, Truth], member: Member) -> Truth:
+    return truths[member.want]
 
 
 def _listing(failures: dict[str, str]) -> str:

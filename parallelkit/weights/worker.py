@@ -8,8 +8,17 @@ from typing import Any
 
 from parallelkit.protocols import WeightSource
 from parallelkit.weights.collective import Crew, Message
-from parallelkit.weights.exporter import Exporter
-from parallelkit.weights.orders import Kinds, Opening, Staging, do_together, open_exporter, staged
+from parallelkit.weights.lanes import Lanes
+from parallelkit.weights.orders import (
+    Kinds,
+    Opening,
+    Staging,
+    digest,
+    do_together,
+    open_lanes,
+    stage,
+    staged,
+)
 
 
 class Worker:
@@ -20,7 +29,7 @@ class Worker:
         self._crew = crew
         self._options = options
         self._kinds = Kinds()
-        self._exporter: Exporter | None = None
+        self._lanes: Lanes | None = None
         self._staged_version = 0
 
     def follow(self, seconds: float) -> tuple[Message, BaseException | None]:
@@ -59,37 +68,37 @@ class Worker:
 
     def close(self) -> None:
         """Drop the arena; harmless when repeated."""
-        if self._exporter is not None:
-            self._exporter.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def _open(self, opening: Opening) -> Message:
-        self._exporter, post = open_exporter(
+        self._lanes, post = open_lanes(
             self._source, self._source.manifest(), self._crew.rank, opening, self._options
         )
         return post.to_plain()
 
     def _stage(self, staging: Staging) -> Message:
-        assert self._exporter is not None
-        needs = self._kinds.read(self._source.manifest(), staging)
-        self._exporter.arena.advance(staging.epoch)
+        assert self._lanes is not None
+        wants = self._kinds.read(self._source.manifest(), staging)
+        self._lanes.advance(staging.epoch)
         self._source.begin()
-        hashed = self._exporter.stage(needs, staging.slot, staging.verify, staging.version)
+        said = stage(self._lanes, wants, staging) | digest(self._lanes, wants, staging)
         self._staged_version = staging.version
-        return staged(hashed)
+        return staged([said[i] for i in range(len(wants))], self._lanes.offers())
 
     def _settle(self, outcome: dict[str, Any]) -> None:
         """Be where rank 0 is: at its epoch, and with its last committed version."""
-        if self._exporter is None:
+        if self._lanes is None:
             return
-        self._exporter.arena.advance(int(outcome.get("epoch", 0)))
+        self._lanes.advance(int(outcome.get("epoch", 0)))
         if self._staged_version and outcome["version"] == self._staged_version:
-            self._exporter.committed()
+            self._lanes.committed()
         else:
-            self._exporter.void()
+            self._lanes.void()
         self._staged_version = 0
 
     def _void(self) -> None:
         """The outcome is unknown: nobody may use what was staged any more."""
-        if self._exporter is not None:
-            self._exporter.arena.bump()
-            self._exporter.void()
+        if self._lanes is not None:
+            self._lanes.bump()
+            self._lanes.void()

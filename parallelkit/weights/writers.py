@@ -17,7 +17,7 @@ from parallelkit.errors import StateError
 from parallelkit.weights.overlap import Span, shared
 
 if TYPE_CHECKING:
-    from parallelkit.weights.placement import Placement
+    from parallelkit.weights.placing import Placing
     from parallelkit.weights.turns import Turns
 
 
@@ -111,7 +111,7 @@ class Writer:
             self._displace()
 
     @contextlib.contextmanager
-    def writing(self, placement: Placement) -> Iterator[None]:
+    def writing(self, placement: Placing) -> Iterator[None]:
         """While a version is placed: whatever comes of it, others have not what they wrote.
 
         Unless it never claimed the target, such as in the wrong thread: nothing was written then.

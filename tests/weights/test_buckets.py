@@ -33,7 +33,7 @@ from parallelkit.weights.buckets import (
     to_wire,
     wanted_buckets,
 )
-from parallelkit.weights.exporter import Exporter, Side
+from parallelkit.weights.exporter import Exporter, HostSide
 from parallelkit.weights.exports import export
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.needs import Needs
@@ -179,7 +179,7 @@ def test_changed_bytes_are_counted_by_bucket_against_the_last_committed_version(
 
 
 def loads_of(model):
-    return Side(export(model.manifest(), 0), Needs.whole(model.manifest())).loads
+    return HostSide(export(model.manifest(), 0), Needs.whole(model.manifest())).loads
 
 
 def fetch_of(model):

@@ -137,6 +137,7 @@ def hello(member=0, **fields):
         "ipc_namespace": 0,
         "host": "h",
         "library": "1",
+        "accelerator": None,
     }
     return m.Hello(**given | fields)
 

@@ -31,6 +31,9 @@ HELLO = {
     "ipc_namespace": 3,
     "host": "h",
     "library": "0.1.0",
+    "accelerator": m.Device(
+        device="GPU-1", reads=["GPU-1"], sees=["GPU-1"], fused=True, obstacles=["none"]
+    ),
 }
 WELCOME = {
     "session": KEY,
@@ -42,6 +45,7 @@ WELCOME = {
     "tensors": [("w", "float32", [2, 3], None, 0, None), ("v", "float32", [2, 3], "w", 0, None)],
     "manifest_digest": KEY,
     "sources": [m.Source(rank=0, nbytes=256, transport="shm", offer=b"offer", key=b"pass")],
+    "lane": "host",
     "slots": 1,
     "verify": "digest",
     "commit": "staged",
@@ -65,7 +69,7 @@ TO_SUBSCRIBER = [
     m.Joined(version=3),
     m.Refused(error="TicketError", message="used"),
     m.Begin(**UPDATE, slot=0, timeout=60.0),
-    m.Transfer(**UPDATE),
+    m.Transfer(**UPDATE, offers=[(0, b"offer")]),
     m.Commit(**UPDATE, digests=b"12345678"),
     m.Abort(**UPDATE, reason="a member failed"),
     m.Close(reason="the publisher closed"),
@@ -150,7 +154,7 @@ def test_a_field_of_another_type(decode, message):
 
 def _may_be(name, good, value):
     """Whether a value is as good as the right one for a field."""
-    if name == "kept":  # None: everything
+    if name in ("kept", "accelerator"):  # None: everything; and no device
         return value is None
     if isinstance(good, bool):
         return isinstance(value, bool)

@@ -10,7 +10,7 @@ import pytest
 from parallelkit import loader
 from parallelkit.errors import TransportError
 from parallelkit.plugin import API_VERSION, hookimpl
-from parallelkit.specs import HostIdentity, TransportCandidate
+from parallelkit.specs import Accelerator, HostIdentity, TransportCandidate
 from parallelkit.testing.peer import sample_model, values
 from parallelkit.weights import joining, passes, publish_weights, subscribe_weights
 from parallelkit.weights.identity import host_identity
@@ -31,7 +31,7 @@ def routes(wanted="auto", host="10.0.0.5", device="cpu", posts=((0, HERE, BOTH),
 
 
 def chosen(made, peer):
-    return [(source.rank, source.transport) for source in made.sources(peer)]
+    return [(source.rank, source.transport) for source in made.way(peer).sources]
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_a_transport_that_a_rank_has_not_is_not_chosen():
 def test_one_that_nothing_reaches_is_told_why():
     made = routes("shm", posts=((0, HERE, {"shm": b"s"}),))
     with pytest.raises(TransportError, match="rank 0 .*shm: the two ends are on different hosts"):
-        made.sources(there(boot_id="b"))
+        made.way(there(boot_id="b"))
     made = routes(host="127.0.0.1")
     with pytest.raises(TransportError, match="different hosts.*tcp: listens on loopback"):
-        made.sources(there(boot_id="b"))
+        made.way(there(boot_id="b"))
 
 
 def test_every_source_has_a_pass_of_its_own_for_its_rank():
     made = routes(posts=((0, HERE, BOTH), (3, HERE, BOTH)))
-    first, second = made.sources(there()), made.sources(there())
+    first, second = made.way(there()).sources, made.way(there()).sources
     assert len({source.key for source in [*first, *second]}) == 4
     for source in first:
         assert passes.Passes(made.secret, source.rank).redeem(source.key)
@@ -105,8 +105,9 @@ def test_explain_says_what_else_is_open_and_what_is_not():
 
 
 def test_posts_come_through_a_broadcast():
-    here = attrs.evolve(HERE, device_uuids=("GPU-1",))
-    post = Post(3, here, 512, BOTH, {"tcp": False})
+    gpu = Accelerator(device="GPU-1", reads=("GPU-1", "GPU-2"))
+    here = attrs.evolve(HERE, accelerator=gpu)
+    post = Post(3, here, 512, BOTH, {"tcp": False}, "no handle can be made of it")
     assert Post.from_plain(post.to_plain()) == post
 
 
@@ -145,7 +146,7 @@ def test_a_member_elsewhere_comes_by_tcp_while_one_here_maps_the_arena(bench, mo
     publisher = bench.publish(endpoint=f"{an_address()}:0")
     near = bench.follow()
     elsewhere = attrs.evolve(host_identity(), boot_id="another machine")
-    monkeypatch.setattr(joining, "host_identity", lambda: elsewhere)
+    monkeypatch.setattr(joining, "identity_of", lambda sink: elsewhere)
     far = bench.follow()
     monkeypatch.undo()
     report = bench.update()
@@ -170,7 +171,7 @@ def test_a_report_says_what_a_network_could_see(bench, encrypt, said):
 def test_a_member_elsewhere_is_refused_where_only_memory_is_shared(bench, monkeypatch):
     publisher = bench.publish()
     elsewhere = attrs.evolve(host_identity(), boot_id="another machine")
-    monkeypatch.setattr(joining, "host_identity", lambda: elsewhere)
+    monkeypatch.setattr(joining, "identity_of", lambda sink: elsewhere)
     with pytest.raises(TransportError, match="shm: the two ends are on different hosts"):
         subscribe_weights(sample_model(), publisher.ticket, timeout=5.0)
 

@@ -207,7 +207,7 @@ def test_a_byte_that_is_changed_in_another_rank_s_arena_is_found_by_tensor(job, 
 
     def corrupt(order):
         said = stage(order)
-        worker._exporter.arena.bytes[3] ^= 1
+        worker._lanes["host"].arena.bytes[3] ^= 1
         return said
 
     worker._stage = corrupt
@@ -230,7 +230,7 @@ def test_members_that_keep_the_same_are_hashed_for_once(job, spread):
     run.join(Needs.of(run.manifest, [Region((0, 0), (1, 6)), None, None]))
     for _ in range(2):
         run.update()
-    assert len(run.publishers[1]._worker._exporter._sides) == 2
+    assert len(run.publishers[1]._worker._lanes["host"]._sides) == 2
     assert len(run.publishers[1]._worker._kinds._known) == 2
     run.check()
 
@@ -261,7 +261,7 @@ def test_what_members_that_left_kept_is_forgotten_on_every_rank(job, spread):
         results, errors = run.update()
         assert not errors
         assert results[0].changed_ratio is not None
-    for exporter in (coordinator.exporter, worker._exporter):
+    for exporter in (coordinator.exporter, worker._lanes["host"]):
         assert len(exporter._sides) == 1
     assert len(coordinator._kinds._numbers) == len(coordinator._kinds._told) == 1
     assert len(worker._kinds._known) == 1
@@ -378,4 +378,4 @@ def test_replicas_hear_the_outcome_and_hand_nothing_out():
         assert member.step(5.0) == 1
         assert results[0] == results[1]
         assert set(target.arrays["w"]) == {1.0}
-        assert publishers[1]._worker._exporter is None
+        assert publishers[1]._worker._lanes is None

@@ -20,6 +20,7 @@ from parallelkit.testing.scripted import ScriptedSubscriber
 from parallelkit.weights import messages as m
 from parallelkit.weights.members import MAX_ANSWERS, Members
 from parallelkit.weights.plan import plan_transfer
+from parallelkit.weights.routes import Way
 from parallelkit.weights.ticket import Ticket, TicketOffice
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "weights.md"
@@ -294,7 +295,7 @@ class Desk:
             commit="staged",
             slots=1,
             timeout=5.0,
-            sources=lambda peer: [],
+            way=lambda peer: Way(),
         )
         self.used = self._token()
         self.say(b"b", "hello", token=self.used)

@@ -16,6 +16,10 @@ from parallelkit.plugin import (
     ComparisonSpec,
     ContextSpec,
     DemoSpec,
+    DevicePublisher,
+    DeviceSink,
+    DeviceSpec,
+    DeviceSubscriber,
     ExecutionSpec,
     GraphReport,
     GraphSpec,
@@ -24,6 +28,8 @@ from parallelkit.plugin import (
     ModeComparison,
     ProbeRequest,
     Section,
+    TransportCandidate,
+    TransportRequest,
     hookimpl,
 )
 
@@ -161,6 +167,47 @@ def parallelkit_weight_sink(target: Any, loader: Callable[..., Any] | None) -> W
     from parallelkit_torch.sharded_target import weight_sink
 
     return weight_sink(target)
+
+
+@hookimpl
+def parallelkit_transports(request: TransportRequest) -> list[TransportCandidate]:
+    """List `cuda_ipc`; torch is imported where weights of it are on a GPU alone."""
+    if request.publisher.accelerator is None and "torch" not in sys.modules:
+        reason = f"weights on {request.device} are not in memory that GPUs share"
+        return [
+            TransportCandidate(
+                name="cuda_ipc",
+                reach=False,
+                cost=0.0005,
+                reason=reason,
+                lane="device",
+                publish_options=(),
+                subscribe_options=(),
+            )
+        ]
+    from parallelkit_torch.cuda import transport
+
+    return [transport.candidate(request)]
+
+
+@hookimpl
+def parallelkit_open_device(spec: DeviceSpec) -> DevicePublisher | None:
+    if spec.name != "cuda_ipc":
+        return None
+    from parallelkit_torch.cuda.transport import CudaIpcPublisher
+
+    return CudaIpcPublisher(spec)
+
+
+@hookimpl
+def parallelkit_connect_device(
+    name: str, offer: bytes, key: bytes, sink: DeviceSink
+) -> DeviceSubscriber | None:
+    if name != "cuda_ipc":
+        return None
+    from parallelkit_torch.cuda.transport import CudaIpcSubscriber
+
+    return CudaIpcSubscriber(offer, key, sink)
 
 
 @hookimpl

@@ -21,6 +21,7 @@ from parallelkit.weights.manifest import Manifest
 from parallelkit.weights.overlap import Span
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import sharding, tensors
+from parallelkit_torch.cuda.target import DeviceTarget
 from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state
 from parallelkit_torch.weights import ModuleSink
 
@@ -47,7 +48,7 @@ class _Held(NamedTuple):
 
 
 @final
-class ShardedModuleSink:
+class ShardedModuleSink(DeviceTarget):
     """A module spread over ranks that weights are placed into; a `protocols.RegionSink`.
 
     It needs the tensors that are on this rank: of a pipeline those of its own stages. Bytes are
@@ -166,6 +167,9 @@ class ShardedModuleSink:
         tensors.settle(held.part for group in self._held for held in group)
 
     # --- inner parts
+
+    def _parts(self) -> Sequence[Sequence[torch.Tensor]]:
+        return [[held.part for held in group] for group in self._held]
 
     def _find(self) -> tuple[list[Found], list[list[_Held]]]:
         """Every name that is here, with what it names; a name of two stages has two things."""

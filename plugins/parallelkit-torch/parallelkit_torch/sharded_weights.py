@@ -20,10 +20,12 @@ from parallelkit.errors import (
     UnsupportedFeatureError,
 )
 from parallelkit.protocols import ProcessGroup, WeightSource
+from parallelkit.specs import Accelerator
 from parallelkit.weights.assembly import Entry, Roster, assemble
 from parallelkit.weights.layout import region
 from parallelkit.weights.manifest import Manifest
 from parallelkit_torch import sharding, tensors
+from parallelkit_torch.cuda.probe import accelerator_of
 from parallelkit_torch.meeting import exchange, together
 from parallelkit_torch.names import refuse_hidden_state
 from parallelkit_torch.weights import ModuleSource
@@ -140,6 +142,14 @@ class ShardedModuleSource:
             )
         view = self._views.of(index, part)
         return tensors.as_bytes(part) if view is None else view
+
+    def live(self) -> Sequence[torch.Tensor | None]:
+        """This rank's part of every unique tensor, as `look` found it."""
+        return [self._parts.get(index) for index in range(len(self.manifest().unique))]
+
+    def accelerator(self) -> Accelerator | None:
+        """The GPU that the parts are on, and whether others can read it there; None: none is."""
+        return accelerator_of(list(self._parts.values()), exported=True)
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         """Refuse: parts cannot live where whole tensors do.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from torch import nn
 from parallelkit.errors import ManifestError
 from parallelkit.weights import overlap as spans
 from parallelkit.weights.manifest import DTYPE_BYTES
+
+#: Tensors of at most so many bytes go to and from a GPU by pinned memory.
+PINNED_BYTES: Final = 256 << 20
 
 
 def identity(tensor: torch.Tensor) -> object:
@@ -116,7 +120,23 @@ class LiveViews:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return _plain(tensor.detach().cpu())
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return _plain(tensor.cpu())
+    packed = _plain(tensor)  # on its GPU, so that one copy brings it here
+    return _host(packed.shape, packed.dtype, tensor.device).copy_(packed)
+
+
+def _host(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Memory of the host, pinned where that makes copies from or to a device fast.
+
+    Of the largest tensors it is not: torch keeps what it has pinned, rounded up to a power of two.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    pinned = device is not None and device.type == "cuda" and nbytes <= PINNED_BYTES
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +155,7 @@ def fill(name: str, tensor: torch.Tensor, data: memoryview) -> None:
     Raises:
         ManifestError: these are not as many bytes as the tensor has.
     """
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    staged = _host(tensor.shape, tensor.dtype, tensor.device)
     into = as_bytes(staged)
     if data.nbytes != into.nbytes:
         raise ManifestError(f"tensor {name!r} has {into.nbytes} bytes, {data.nbytes} were given")
@@ -163,8 +183,14 @@ def settle(held: Iterable[torch.Tensor]) -> None:
 
     A stream of its own may still read the old values, or not have written those to be published.
     """
-    for device in {tensor.device for tensor in held if tensor.device.type not in ("cpu", "meta")}:
-        torch.accelerator.synchronize(device)
+    settle_devices({tensor.device for tensor in held})
+
+
+def settle_devices(devices: Iterable[torch.device]) -> None:
+    """Wait for everything that was asked of these devices, in whatever stream."""
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
 
 
 def refuse_overlaps(named: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import nn
 
 from parallelkit.errors import ManifestError, StateError, UnsupportedFeatureError
+from parallelkit.specs import Accelerator
 from parallelkit.weights.inventory import KEEP, Found, changed, describe, match
 from parallelkit.weights.manifest import Manifest, TensorSpec
 from parallelkit.weights.overlap import Span
 from parallelkit.weights.subscriber import SERVE_THREAD
 from parallelkit_torch import tensors
+from parallelkit_torch.cuda.probe import accelerator_of
+from parallelkit_torch.cuda.target import DeviceTarget
 from parallelkit_torch.names import Slot, refuse_frozen, refuse_hidden_state, slots
+from parallelkit_torch.standing import Standing
 
 
 class _ModuleWeights:
@@ -36,8 +40,12 @@ class _ModuleWeights:
         held = slots(module)
         self._manifest, places = describe([_found(slot) for slot in held])
         self._groups = [[held[place] for place in group] for group in places]
+        self._live = [group[0].tensor for group in self._groups]
         self._unique = self._manifest.unique
         self._views = tensors.LiveViews()
+        self._standing: Standing | None = None  # as the groups are
+        self._objects: list[torch.Tensor] = []
+        self._devices: frozenset[torch.device] = frozenset()
 
     @property
     def device(self) -> str:
@@ -67,18 +75,27 @@ class _ModuleWeights:
 
     def _rewalk(self) -> None:
         """Follow what was replaced in the module; raise if it is not what the manifest says."""
-        self._groups = self._walked()
+        if not self._stands():
+            standing = Standing(self._module)  # before it is walked: what changes then, shows
+            self._keep(self._walked(), standing)
+
+    def _stands(self) -> bool:
+        """Whether the module is as it was when the groups were found."""
+        return self._standing is not None and self._standing.holds()
+
+    def _keep(self, groups: list[list[Slot]], standing: Standing) -> None:
+        """These are the tensors, from now on."""
+        objects = {id(s.tensor): s.tensor for group in groups for s in group}
+        self._groups, self._standing = groups, standing
+        self._live = [group[0].tensor for group in groups]
+        self._objects = list(objects.values())
+        self._devices = frozenset(tensor.device for tensor in self._objects)
 
     def _walked(self) -> list[list[Slot]]:
         """The places of each unique tensor now; raises if they are not what the manifest says."""
         held = slots(self._module)
         places = match(self._manifest, [_found(slot) for slot in held])
         return [[held[place] for place in group] for group in places]
-
-    def _all_tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor object, once: names may share one, or have one each over one memory."""
-        objects = {id(s.tensor): s.tensor for group in self._groups for s in group}
-        yield from objects.values()
 
 
 @final
@@ -114,7 +131,15 @@ class ModuleSource(_ModuleWeights):
         """
         refuse_hidden_state(self._module)
         self._rewalk()
-        tensors.settle(self._all_tensors())
+        tensors.settle_devices(self._devices)
+
+    def live(self) -> Sequence[torch.Tensor]:
+        """Every unique tensor, as `begin` found it; the same list while nothing has moved."""
+        return self._live
+
+    def accelerator(self) -> Accelerator | None:
+        """The GPU that the module is on, and whether others can read it there; None: it is not."""
+        return accelerator_of(self.live(), exported=True)
 
     def adopt(self, buffers: Sequence[memoryview]) -> None:
         """Move every unique tensor into the host buffer of the same index, values included.
@@ -155,7 +180,7 @@ class ModuleSource(_ModuleWeights):
             for tensor in {id(slot.tensor): slot.tensor for slot in group}.values():
                 tensor.data = home
         self._views.clear()
-        self._adopted = list(self._all_tensors())
+        self._adopted = list(self._objects)
         self._homes = {home.untyped_storage().data_ptr() for home in homes if home.numel()}
 
     def release(self) -> None:
@@ -181,11 +206,12 @@ class ModuleSource(_ModuleWeights):
 
 
 @final
-class ModuleSink(_ModuleWeights):
+class ModuleSink(_ModuleWeights, DeviceTarget):
     """A module that weights are placed into; a `protocols.LocatedSink`.
 
     Contiguous CPU tensors are written in place by the caller, through `destination`; all others
-    by `write`, with one staging copy. Addresses of parameters never change.
+    by `write`, with one staging copy; on a GPU that reads the publisher's memory, by that
+    (`DeviceTarget`). Addresses of parameters never change.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -193,7 +219,9 @@ class ModuleSink(_ModuleWeights):
         super().__init__(module)
         self._open = False
         self._writable: list[object] = []
-        self._live: Sequence[Span] = ()  # where the tensors lie of which `_writable` tells
+        self._spans: Sequence[Span] = ()  # where the tensors lie of which `_writable` tells
+        self._seen: list[torch.Tensor] = []
+        self._alone: list[list[torch.Tensor]] = []
 
     @property
     def module(self) -> nn.Module:
@@ -218,16 +246,21 @@ class ModuleSink(_ModuleWeights):
                 has weights as constants.
         """
         refuse_frozen(self._module)
+        if self._stands():
+            return
+        standing = Standing(self._module)
         groups = self._walked()
         live = [group[0].tensor for group in groups]
         identities = [tensors.identity(tensor) for tensor in live]
-        where = self._live
+        where = self._spans
         if identities != self._writable:  # same memory, same layout: same answer
             named = list(zip((spec.name for spec in self._unique), live, strict=True))
             tensors.refuse_overlaps(named)
             where = tensors.located(named)
         if threading.current_thread().name != SERVE_THREAD:
-            self._groups, self._writable, self._live = groups, identities, where
+            self._writable = identities
+            self._spans = where
+            self._keep(groups, standing)
 
     def begin(self) -> None:
         """Wait for what still reads the old values, and let tensors be written.
@@ -235,12 +268,12 @@ class ModuleSink(_ModuleWeights):
         Raises as `check` does.
         """
         self.check()
-        tensors.settle(self._all_tensors())
+        tensors.settle_devices(self._devices)
         self._open = True
 
     def live_memory(self) -> Sequence[Span]:
         """Where the tensors lie, as `begin` saw them."""
-        return self._live
+        return self._spans
 
     def destination(self, index: int) -> memoryview | None:
         """Return the live bytes of tensor `index`; None if they are no row-major bytes here."""
@@ -255,8 +288,13 @@ class ModuleSink(_ModuleWeights):
         """Tell torch that every tensor changed: see `tensors.mark_written`."""
         self._check_open("finish")
         self._open = False
-        tensors.mark_written(self._all_tensors())
-        tensors.settle(self._all_tensors())
+        tensors.mark_written(self._objects)
+        tensors.settle_devices(self._devices)
+
+    def _parts(self) -> Sequence[Sequence[torch.Tensor]]:
+        if self._seen is not self._live:
+            self._seen, self._alone = self._live, [[tensor] for tensor in self._live]
+        return self._alone
 
     def _check_open(self, what: str) -> None:
         if not self._open:

@@ -14,11 +14,12 @@ from parallelkit.testing.handmade import ANSWERS, TO_PUBLISHER, to_publisher
 from parallelkit.testing.peer import sample_model
 from parallelkit.weights import members
 from parallelkit.weights import messages as m
-from parallelkit.weights.exporter import Hashed
 from parallelkit.weights.kept import Kept
+from parallelkit.weights.lanes import Hashed, Want
 from parallelkit.weights.members import MAX_ANSWERS, Members
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer
+from parallelkit.weights.routes import Way
 from parallelkit.weights.ticket import Ticket, TicketOffice
 from parallelkit.weights.truth import Truth
 
@@ -31,7 +32,7 @@ TEXTS = ["", "\n", "no", "two\nlines", "x" * 5000, "\x1b[2J\r"]
 class Reception:
     """A desk with tickets: one for one, one for two, one that has expired, one of nobody."""
 
-    def __init__(self, sources=lambda peer: []):
+    def __init__(self, way=lambda peer: Way()):
         self.office = TicketOffice("tcp://127.0.0.1:1", "k" * 40)
         issued = [self.office.issue(n, None, None)[0] for n in (1, 2)]
         issued.append(self.office.issue(1, 1e-9, None)[0])
@@ -44,7 +45,7 @@ class Reception:
             commit="staged",
             slots=1,
             timeout=5.0,
-            sources=sources,
+            way=way,
         )
         self.sessions = {}
         self.places = []  # on a ticket, of those who were told that they joined
@@ -185,12 +186,12 @@ def test_a_name_has_nothing_that_cannot_be_printed():
 def test_a_peer_that_no_transport_reaches_uses_no_ticket_up():
     reach = []
 
-    def sources(peer):
+    def way(peer):
         if not reach:
             raise TransportError("on another host")
-        return []
+        return Way()
 
-    desk = Reception(sources)
+    desk = Reception(way)
     with pytest.raises(TransportError, match="reaches the subscriber: on another host"):
         desk.say(b"a", "hello")
     reach.append(True)
@@ -252,14 +253,14 @@ def test_who_catches_up_is_there_after_the_decision_and_not_before():
     desk, whole = Reception(), Needs.whole(MANIFEST)
     digests = np.arange(1, len(PLAN.buckets) + 1, dtype=np.uint64)
     said = {0: Hashed(digests, PLAN.nbytes, None)}
-    truths = {whole: Truth.of(MANIFEST, whole, said, "digest", bytes(16), 3)}
-    how = {"in_place": False, "readback": False, "timeout": 5.0}
+    truths = {Want(whole): Truth.of(MANIFEST, whole, said, "digest", bytes(16), 3)}
+    how = {"readback": False, "timeout": 5.0}
     desk.members.keep(Kept(version=3, epoch=2, slot=0, truths=truths, **how))
     desk.join(b"a")
     (member,) = desk.members.everyone()
 
     def say(kind):
-        update = {"version": 3, "epoch": 2, "digests": truths[whole].wire}
+        update = {"version": 3, "epoch": 2, "digests": truths[Want(whole)].wire}
         message = to_publisher(kind, session=desk.sessions[b"a"], **update)
         return [type(answer) for _, answer in desk.receive(b"a", message)]
 

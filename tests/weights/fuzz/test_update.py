@@ -15,10 +15,11 @@ from parallelkit.testing.peer import sample_model
 from parallelkit.testing.scripted import ScriptedServer
 from parallelkit.weights import messages as m
 from parallelkit.weights.control import Stop
-from parallelkit.weights.exporter import Hashed
+from parallelkit.weights.lanes import Hashed, Want
 from parallelkit.weights.members import Members
 from parallelkit.weights.needs import Needs
 from parallelkit.weights.plan import plan_transfer
+from parallelkit.weights.routes import Way
 from parallelkit.weights.ticket import Ticket, TicketOffice
 from parallelkit.weights.truth import Truth
 from parallelkit.weights.update import Update
@@ -30,7 +31,7 @@ DIGESTS = np.arange(1, len(PLAN.buckets) + 1, dtype=np.uint64)
 RIGHT = DIGESTS.astype("<u8").tobytes()
 VERSION, EPOCH = 7, 5
 SAID = {0: Hashed(DIGESTS, PLAN.nbytes, None)}
-TRUTHS = {WHOLE: Truth.of(MANIFEST, WHOLE, SAID, "digest", bytes(16), VERSION)}
+TRUTHS = {Want(WHOLE): Truth.of(MANIFEST, WHOLE, SAID, "digest", bytes(16), VERSION)}
 
 
 class Scene:
@@ -46,7 +47,7 @@ class Scene:
             commit="staged",
             slots=1,
             timeout=5.0,
-            sources=lambda peer: [],
+            way=lambda peer: Way(),
             version=VERSION - 1,
         )
         self.server = ScriptedServer()
@@ -83,7 +84,7 @@ class Scene:
         for member in range(len(self.update.members)):
             self.say(member, "ready")
         self.update.wait_ready()
-        self.update.transfer()
+        self.update.transfer(lambda rank: b"")
 
 
 #: Most of what is said has to be right, or no update would ever come to its second half.
@@ -132,7 +133,7 @@ def test_nothing_but_right_answers_of_all_leads_to_a_commit(parts, honest, shuff
     try:
         play(0)
         scene.update.wait_ready()
-        scene.update.transfer()
+        scene.update.transfer(lambda rank: b"")
         play(1)
         scene.update.wait_prepared()
         scene.update.compare(TRUTHS)

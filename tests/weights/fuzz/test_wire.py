@@ -122,6 +122,7 @@ def test_manifests_from_the_wire(tensors, mesh, layouts):
         tensors=tensors,
         manifest_digest=bytes(16),
         sources=[],
+        lane="host",
         slots=1,
         verify="digest",
         commit="staged",

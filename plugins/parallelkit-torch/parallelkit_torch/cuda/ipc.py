@@ -100,6 +100,19 @@ class Exports:
             ]
             return sheet_of([self._handles[base] for base in order], spans)
 
+    def replace(self, ranges: Sequence[tuple[int, int]], *, kept: Iterable[Any] = ()) -> Sheet:
+        """Export ranges of memory as `memory` does, and let everything else go.
+
+        Allocations that were exported already keep their handles: what is kept of them until now
+        shows that they are the same.
+        """
+        sheet = self.memory(ranges, kept=kept)
+        with self._lock:
+            used = set(sheet.handles)
+            self._forget({base for base, handle in self._handles.items() if handle not in used})
+            del self._kept[:-1]
+        return sheet
+
     def close(self) -> None:
         """Let the memory go: readers must have closed theirs before. Harmless when repeated."""
         with self._lock:

@@ -13,9 +13,10 @@ from typing import Any, Final
 import attrs
 import torch
 
-from parallelkit.specs import HostIdentity
+from parallelkit.specs import Accelerator, HostIdentity
 from parallelkit.weights.identity import host_identity
-from parallelkit_torch.cuda.driver import Driver, shown
+from parallelkit_torch.cuda import backing
+from parallelkit_torch.cuda.driver import shown
 from parallelkit_torch.cuda.errors import CudaUnavailableError, IpcError
 
 _TRITON: Final = "Triton is not installed: tensors are copied one by one"
@@ -67,7 +68,7 @@ def survey(
     tensors: Sequence[torch.Tensor] = (),
     *,
     host: HostIdentity | None = None,
-    driver: Driver | None = None,
+    driver: backing.Backing | None = None,
 ) -> Survey:
     """Find out about this process; starts CUDA on the device if it can.
 
@@ -81,13 +82,13 @@ def survey(
     def without(*reasons: str) -> Survey:
         return Survey(host=here, obstacles=reasons)
 
-    if place.type != "cuda":
-        return without(f"the weights are on {place}, not on a CUDA device")
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and place.type == "cuda":
         return without(f"torch {torch.__version__} is not built for NVIDIA's CUDA")
+    if not backing.shares(place):
+        return without(f"the weights are on {place}, not on a CUDA device")
     try:
-        driver = driver or Driver.load()
-        index = torch.cuda.current_device() if place.index is None else place.index
+        driver = driver or backing.driver()
+        index = backing.index_of(place)
         sees = [driver.uuid(i) for i in range(driver.count())]
         if index >= len(sees):
             return without(f"{place} does not exist; this process sees {len(sees)} CUDA devices")
@@ -137,6 +138,48 @@ def reach(reader: Survey, owner: Survey) -> Reach:
     )
 
 
+def accelerator_of(
+    tensors: Sequence[torch.Tensor], *, exported: bool = False
+) -> Accelerator | None:
+    """What this process knows of the device that tensors are on; None: they are on none.
+
+    Args:
+        tensors: tensors on the CPU besides those on a GPU are allowed.
+        exported: others are to read them, else only this process itself writes them.
+    """
+    places = dict.fromkeys(t.device for t in tensors if backing.shares(t.device))
+    if not places:
+        return None
+    place = next(iter(places))
+    if len(places) > 1:
+        text = f"the weights are on several GPUs of one process: {', '.join(map(str, places))}"
+        return Accelerator(obstacles=(text,))
+    here = [t for t in tensors if t.device == place] if exported else []
+    found = survey(place, here)
+    return Accelerator(
+        device=found.device,
+        reads=found.reads,
+        sees=found.sees,
+        fused=found.fused,
+        obstacles=found.obstacles,
+    )
+
+
+def survey_of(identity: HostIdentity) -> Survey:
+    """What another process found out about itself."""
+    known = identity.accelerator
+    if known is None:
+        return Survey(host=identity, obstacles=("its weights are on no GPU",))
+    return Survey(
+        host=identity,
+        device=known.device,
+        reads=known.reads,
+        sees=known.sees,
+        fused=known.fused,
+        obstacles=known.obstacles,
+    )
+
+
 _ALIKE: Final = {
     "host": "boot_id",
     "PID namespace, as containers without --pid=host do": "pid_namespace",
@@ -149,7 +192,8 @@ def _unsharable(driver: Any, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]
     bad = [
         i
         for i, tensor in enumerate(tensors)
-        if tensor.numel() and not (tensor.is_cuda and driver.sharable(tensor.data_ptr()))
+        if tensor.numel()
+        and not (backing.shares(tensor.device) and driver.sharable(tensor.data_ptr()))
     ]
     if not bad:
         return ()
