@@ -260,6 +260,6 @@ def test_strided_tensors_are_exported_as_they_lie() -> None:
 
 
 def as_survey(plain: Any) -> Survey:
-    host = HostIdentity(**{**plain["host"], "device_uuids": ()})
+    host = HostIdentity(**{**plain["host"], "accelerator": None})  # which crosses as a dict
     lists = {name: tuple(plain[name]) for name in ("reads", "sees", "obstacles")}
     return attrs.evolve(Survey(**{**plain, "host": host, **lists}))
