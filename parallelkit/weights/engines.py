@@ -10,15 +10,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
 from parallelkit.errors import EngineError, PluginContractError, StateError, UpdateTimeoutError
 from parallelkit.protocols import EngineClient, ThreadBoundClient
 from parallelkit.weights.control import ControlServer
-from parallelkit.weights.members import Members, dismiss
+from parallelkit.weights.members import Member, Members, dismiss
 from parallelkit.weights.ticket import TicketOffice
+
+#: An engine's error may come before its worker's reason, which says more.
+_HEARSAY_SECONDS: Final = 1.0
 
 
 class Call:
@@ -151,7 +154,7 @@ class Engines:
             try:
                 client.init(ticket, timeout=seconds)
             except Exception as error:
-                self._raise_refused(engine, error)
+                self._raise_refused(engine, error, _HEARSAY_SECONDS)
                 raise
             self._wait_joined(engine, deadline, seconds, kept)
         except BaseException:
@@ -223,13 +226,24 @@ class Engines:
                 missing=missing,
             )
 
-    def _raise_refused(self, engine: Engine, error: Exception | None) -> None:
-        """Raise what a worker said when it did not join, which says more than its engine does."""
-        for worker in self.table.of_ticket(engine.ticket):
-            if worker.state == "refused":
-                raise EngineError(
-                    f"{engine.name} cannot follow: {worker.name} says: {worker.reason}"
-                ) from error
+    def _raise_refused(self, engine: Engine, error: Exception | None, seconds: float = 0.0) -> None:
+        """Raise what a worker said when it did not join, which says more than its engine does.
+
+        Args:
+            seconds: to wait for what a worker says, which comes another way than its engine's.
+        """
+
+        def refused() -> Member | None:
+            workers = self.table.of_ticket(engine.ticket)
+            return next((w for w in workers if w.state == "refused"), None)
+
+        with self.table.changed:
+            self.table.changed.wait_for(refused, seconds)
+            worker = refused()
+        if worker is not None:
+            raise EngineError(
+                f"{engine.name} cannot follow: {worker.name} says: {worker.reason}"
+            ) from error
 
 
 def checked_client(client: EngineClient) -> EngineClient:
