@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import attrs
@@ -31,6 +32,8 @@ COPY_BYTES: Final = 8 << 20
 BATCH_BUCKETS: Final = 64
 #: `verify` by which every bucket is hashed.
 FULL: Final = ("digest", "readback")
+#: How often it is looked whether stopped copies have come to their end.
+_LOOK_SECONDS: Final = 0.001
 
 
 @attrs.frozen
@@ -44,6 +47,41 @@ class Load:
 
     pieces: tuple[tuple[int, Span, int], ...]
     nbytes: int
+
+
+class _Batch:
+    """Calls that several threads share out, and that can be stopped.
+
+    Nothing of it locks, so that an interrupt may come at any moment.
+    """
+
+    def __init__(self, call: Callable[[int], Any]) -> None:
+        self._call = call
+        self._stopped = False
+        self._begun: list[None] = []
+        self._ended: list[None] = []
+
+    def run(self, run: range) -> list[Any]:
+        """Call for each of some numbers, until it is stopped."""
+        self._begun.append(None)
+        try:
+            return [self._call(i) for i in run if not self._stopped]
+        finally:
+            self._ended.append(None)
+
+    def stop(self) -> None:
+        """Let no call begin any more, and wait for those that have: none may write after this.
+
+        Interrupts meanwhile are lost; the one that led here is raised.
+        """
+        while True:
+            try:
+                self._stopped = True
+                while len(self._ended) < len(self._begun):
+                    time.sleep(_LOOK_SECONDS)
+            except BaseException:
+                continue
+            return
 
 
 class Workers:
@@ -61,17 +99,14 @@ class Workers:
             self._pool = ThreadPoolExecutor(self.threads, "parallelkit-copy")
         step = -(-count // (4 * self.threads))
         runs = [range(i, min(i + step, count)) for i in range(0, count, step)]
-
-        def some(run: range) -> list[Any]:
-            return [call(i) for i in run]
-
-        jobs = [self._pool.submit(some, run) for run in runs]
+        batch = _Batch(call)
         try:
+            jobs = [self._pool.submit(batch.run, run) for run in runs]
             return [x for job in jobs for x in job.result()]
-        except BaseException:  # an interrupt too: none may write any more once this has ended
-            for job in jobs:
-                job.cancel()
-            wait(jobs)
+        except BaseException as error:
+            batch.stop()
+            if not isinstance(error, Exception):
+                self._pool = None  # an interrupt may have left a lock of it locked
             raise
 
     def close(self) -> None:

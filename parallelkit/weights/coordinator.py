@@ -157,9 +157,9 @@ class Coordinator:
             self._ask(engines, update)
             truths = self._prepare(update)
         except BaseException as error:
-            self.members.ignore()
             self._bump()
             self.exporter.void()
+            self.members.ignore()
             update.abort(str(error) or type(error).__name__)
             engines.abort(str(error) or type(error).__name__)
             raise
@@ -173,11 +173,13 @@ class Coordinator:
             members = update.commit(truths, readback=readback, settled=engines.settled)
             of_engines, members = engines.finish(members)
         finally:
+            # Before anything that may be waited for, and interrupted: whoever wakes late must not
+            # use this arena any more.
+            if members is None or any(r.state in ("quarantined", "lost") for r in members):
+                self._bump()
             self.members.ignore()
             if members is None:
                 engines.abort("the publisher was interrupted")
-            if members is None or any(r.state in ("quarantined", "lost") for r in members):
-                self._bump()  # whoever wakes late must not use this arena any more
         self._phase("committed")
         update.lap("commit")
         return self._report(update, started, members, of_engines, truths)

@@ -399,7 +399,9 @@ class Placement:
         """Let the sink begin; until it has, nothing was written."""
         self._begun, self._direct = False, []
         self._sink.begin()
-        self.claims(self.module, () if self._located is None else self._located.live_memory())
+        self.claims(
+            self.module, self._spans if self._located is None else self._located.live_memory()
+        )
         self._begun = True
 
     def _copy(self, received: Received, finite: bool | None, workers: Workers) -> None:

@@ -178,8 +178,11 @@ class WeightPublisher:
             limit = 2 * self._settings.timeout
             try:
                 report = self._collectively(lambda: self._update(version), limit)
-            except Exception:
-                self._offer_kept()
+            except Exception as error:
+                try:
+                    self._offer_kept()
+                except (CollectiveError, ParallelKitError) as lost:
+                    error.add_note(f"besides, {lost}")
                 raise
             self._offer_kept()
         finally:
@@ -346,7 +349,14 @@ class WeightPublisher:
         if not self._settings.keep_last or self._crew.broken or self._closed:
             return
         if self._crew.several:
-            self._crew.exchange({}, time.monotonic() + self._settings.timeout)
+            try:
+                self._crew.exchange({}, time.monotonic() + self._settings.timeout)
+            except (CollectiveError, ParallelKitError) as error:
+                error.add_note(
+                    f"version {self._version} is the last that was committed; it is not kept for "
+                    "members that join"
+                )
+                raise
         if self._coordinator is not None:
             self._coordinator.offer_kept()
 
@@ -376,7 +386,10 @@ class WeightPublisher:
             result = work()
         except Exception as error:
             if not self._crew.broken:  # else the others know, and there is nothing to tell them by
-                self._crew.tell(pack_error(error) | self._standing())
+                try:
+                    self._crew.tell(pack_error(error) | self._standing())
+                except (CollectiveError, ParallelKitError) as lost:
+                    error.add_note(f"the other ranks could not be told: {lost}")
             raise
         packed = result.to_dict() if isinstance(result, TransferReport) else None
         try:

@@ -66,6 +66,7 @@ class WeightSubscriber:
         self._closed = False
         self._pid = os.getpid()
         self._stepping = False
+        self._flipping = False
         # A step that ends and a close from elsewhere may both come to release.
         self._releasing = threading.RLock()
         self._released = False
@@ -363,10 +364,12 @@ class WeightSubscriber:
     def _flip(self) -> None:
         """Put a version that the thread staged in place."""
         with self._turns, self._staged:
+            self._refuse_while_flipping()
             version = self._placement.staged_version
             if version <= self._version:
                 return
             before, self._torn = self._torn, f"version {version} is half in place"
+            self._flipping = True
             try:
                 with self._writer.writing(self._placement):
                     self._placement.place_staged(self._workers)
@@ -381,11 +384,22 @@ class WeightSubscriber:
                     raise QuarantinedError(self._torn) from error
                 error.add_note(f"this subscriber is quarantined: {self._torn}")
                 raise
+            finally:
+                self._flipping = False
             self._version = version
             self._torn = ""
 
+    def _refuse_while_flipping(self) -> None:
+        """Locks are this thread's own: nothing else keeps a second version from beginning."""
+        if self._flipping:
+            raise StateError(
+                "step() or use() was called from within, by a loader or a signal handler, while a "
+                "version is put in place"
+            )
+
     def _step_staged(self, deadline: float, seconds: float) -> int:
         with self._staged:
+            self._refuse_while_flipping()
             while self._placement.staged_version <= self._version:
                 if self._error is not None:
                     error = self._error
@@ -413,8 +427,9 @@ class WeightSubscriber:
                 begin = self._talk.await_begin(time.monotonic() + _SERVE_POLL_SECONDS)
                 if begin is not None:
                     self._take_part(begin, staged=True)
-            except PeerLostError as error:
+            except PeerLostError as error:  # of control, or of a way to bytes: nothing can come
                 self._keep_error(error)
+                self._talk.leave()
                 return
             except BaseException as error:
                 self._keep_error(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import numpy as np
@@ -492,3 +493,31 @@ def test_a_source_may_copy_every_tensor_into_one_scratch_buffer():
     one, other = (x.stage(whole, 0, "digest", 1)[0].digests for x in (plain, copying))
     assert one.tolist() == other.tolist()
     assert np.array_equal(plain.arena.bytes, copying.arena.bytes)
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_an_interrupt_while_jobs_are_handed_out_leaves_none_behind(monkeypatch, count):
+    workers, written = Workers(2), []
+    submit, calls = ThreadPoolExecutor.submit, []
+
+    def interrupted(self, *args):
+        job = submit(self, *args)
+        calls.append(job)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return job
+
+    def write(i):
+        time.sleep(0.05)
+        written.append(i)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers.map(write, count, PARALLEL_BYTES)
+    before = list(written)
+    assert len(before) < count
+    time.sleep(0.2)
+    assert written == before, "nothing is written once the call has ended"
+    monkeypatch.undo()
+    assert workers.map(lambda i: i, 5, PARALLEL_BYTES) == list(range(5))
+    workers.close()

@@ -806,6 +806,46 @@ def test_an_interrupt_while_what_was_staged_goes_live_is_raised_as_itself(bench,
     assert follower.subscriber.state == "current"
 
 
+def test_a_version_is_not_put_in_place_from_within_another(bench):
+    publisher = bench.publish()
+    follower = bench.follow()
+    subscriber = follower.subscriber
+    subscriber.serve()
+    publisher.update()
+    place, said = subscriber._placement.place_staged, []
+
+    def placing(workers):
+        for call in (lambda: subscriber.step(1), lambda: subscriber.use().__enter__()):
+            with pytest.raises(StateError, match="while a version is put in place"):
+                call()
+            said.append(True)
+        place(workers)
+
+    subscriber._placement.place_staged = placing
+    with subscriber.use():
+        assert subscriber.version == 1
+    assert said == [True, True]
+    del subscriber._placement.place_staged
+
+
+def test_who_serves_and_has_lost_its_way_to_the_bytes_leaves(bench, monkeypatch):
+    """It can get nothing any more: or every later update would wait for it, and be aborted."""
+    publisher = bench.publish()
+    cut, goes_on = bench.follow(), bench.follow()
+    cut.subscriber.serve()
+    goes_on.subscriber.serve()
+
+    def gone(*args, **kwargs):
+        raise PeerLostError("the connection ended", peers=["publisher rank 0"])
+
+    monkeypatch.setattr(cut.subscriber._placement, "fetch", gone, raising=False)
+    with pytest.raises(UpdateAbortedError, match="the connection ended"):
+        publisher.update()
+    assert publisher.update().version == 1
+    assert [m.state for m in publisher.members] == ["left", "joined"]
+    assert not cut.subscriber.connected
+
+
 def test_what_an_aborted_update_staged_is_no_version_to_compare_with(bench):
     publisher = bench.publish(timeout=1)
     gone = bench.follow()
