@@ -119,14 +119,17 @@ def publisher(source):
 
 @pytest.fixture(scope="module")
 def of_seed(make_engine, tmp_path_factory):
-    """Greedy tokens of an engine that never had other weights than those of a seed."""
-    known = {}
+    """Greedy tokens of an engine that never had other weights than those of a seed; made once."""
+    engines, known = {}, {}
 
     def tokens(seed, prompt, count):
-        if seed not in known:
+        if seed not in engines:
             folder = tiny.save(tmp_path_factory.mktemp(f"seed-{seed}"), seed)
-            known[seed] = make_engine(folder)
-        return tiny.greedy(known[seed], count, [prompt])[0]
+            engines[seed] = make_engine(folder)
+        key = (seed, tuple(prompt), count)
+        if key not in known:
+            known[key] = tiny.greedy(engines[seed], count, [prompt])[0]
+        return known[key]
 
     return tokens
 

@@ -99,8 +99,7 @@ def test_values_that_are_not_finite_are_refused_before_it_is_paused(
         bad[7] = np.nan
         source.put(given | {NORM: tiny.raw(bad)})
         with monkeypatch.context() as patched:
-            patched.setattr(offline, "commit", None)
-            patched.setattr(offline, "check_ready", None)
+            patched.setattr(offline, "commit", None)  # which pauses; it is asked alone
             with pytest.raises(NonFiniteError, match="'model.norm.weight' .1 of them.*was sent"):
                 careful.update()
         assert (handle.version, handle.state) == (1, "serving")

@@ -25,7 +25,7 @@ from parallelkit.errors import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from servers import API_KEY, TOKEN, Server, Stream
+from servers import API_KEY, DTYPE, TOKEN, Server, Stream
 
 sys.path.pop(0)
 
@@ -73,14 +73,18 @@ def trainer(server: Server) -> Iterator[Trainer]:
 def alone(
     make_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[int]]:
-    """Greedy ids of a fresh engine of the weights of a seed, one request at a time."""
+    """Greedy ids of a fresh engine of the weights of a seed, one request at a time; made once."""
     engines: dict[int, Any] = {}
+    known: dict[tuple[int, tuple[int, ...], int], list[int]] = {}
 
     def give(seed: int, prompt: list[int], count: int = 16) -> list[int]:
         if seed not in engines:
             folder = tiny.save(tmp_path_factory.mktemp(f"alone-{seed}"), seed)
-            engines[seed] = make_engine(folder)
-        return tiny.greedy(engines[seed], count, [prompt])[0]
+            engines[seed] = make_engine(folder, dtype=DTYPE)
+        key = (seed, tuple(prompt), count)
+        if key not in known:
+            known[key] = tiny.greedy(engines[seed], count, [prompt])[0]
+        return known[key]
 
     return give
 
