@@ -22,6 +22,8 @@ API_KEY = "users-have-this-one"
 #: Requests that come together are computed with other sums than one alone. In bfloat16 that chooses
 #: another token now and then, among 200 of four streams often.
 DTYPE = "float32"
+#: Of a sequence: a request for as many tokens is there still when an update comes to the engine.
+LENGTH = 512
 #: A machine with other work may need minutes to start one.
 START_SECONDS = 400.0
 SECONDS = 120.0
@@ -31,7 +33,7 @@ ARGUMENTS = [
     "--served-model-name=tiny",
     "--skip-tokenizer-init",
     "--enforce-eager",
-    "--max-model-len=256",
+    f"--max-model-len={LENGTH}",
     "--max-num-batched-tokens=512",
     f"--dtype={DTYPE}",
     f"--kv-cache-memory-bytes={16 << 20}",
