@@ -828,6 +828,12 @@ def test_a_version_is_not_put_in_place_from_within_another(bench):
     del subscriber._placement.place_staged
 
 
+def await_left(publisher):
+    deadline = time.monotonic() + 10
+    while publisher.members[0].state != "left" and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_who_serves_and_has_lost_its_way_to_the_bytes_leaves(bench, monkeypatch):
     """It can get nothing any more: or every later update would wait for it, and be aborted."""
     publisher = bench.publish()
@@ -841,6 +847,7 @@ def test_who_serves_and_has_lost_its_way_to_the_bytes_leaves(bench, monkeypatch)
     monkeypatch.setattr(cut.subscriber._placement, "fetch", gone, raising=False)
     with pytest.raises(UpdateAbortedError, match="the connection ended"):
         publisher.update()
+    await_left(publisher)
     assert publisher.update().version == 1
     assert [m.state for m in publisher.members] == ["left", "joined"]
     assert not cut.subscriber.connected
@@ -854,6 +861,7 @@ def test_what_an_aborted_update_staged_is_no_version_to_compare_with(bench):
     with pytest.raises(UpdateAbortedError):
         publisher.update()  # staged, and the member does not step
     gone.subscriber.close()
+    await_left(publisher)
     assert publisher.update().members == ()  # moves the version, and stages nothing
     bench.followers.clear()
     bench.follow()
