@@ -201,11 +201,12 @@ class Update:
     def _collect(self, kind: type[Any], phase: str, duty: str) -> dict[bytes, Any]:
         waiting = {member.route: member for member in self.members}
         answers: dict[bytes, Any] = {}
-        for member in self.members:
-            if not member.present:
-                raise self._gone(phase, member)
+        gone = next((member for member in self.members if not member.present), None)
         while waiting:
-            item = self.table.inbox.get(self.deadline)
+            # What one that is gone said before says more.
+            item = self.table.inbox.get(self.deadline if gone is None else time.monotonic())
+            if item is None and gone is not None:
+                break
             if item is None:
                 names = [member.name for member in waiting.values()]
                 cause: WeightTransferError = UpdateTimeoutError(
@@ -227,6 +228,8 @@ class Update:
             if isinstance(item.message, kind) and self._mine(item.message):
                 answers[item.route] = item.message
                 waiting.pop(item.route, None)
+        if gone is not None:
+            raise self._gone(phase, gone)
         return answers
 
     def _gone(self, phase: str, member: Member) -> UpdateAbortedError:
