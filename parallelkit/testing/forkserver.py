@@ -135,21 +135,17 @@ class ForkServer:
         return self._errors.read().decode(errors="replace")[-6000:]
 
 
-@attrs.frozen
+@attrs.define
 class _Forked:
     """A child by its id, as `parallelkit.spawn` watches it."""
 
     pid: int
-    _ended: list[int] = attrs.field(factory=list)
-
-    @property
-    def returncode(self) -> int | None:
-        return self._ended[0] if self._ended else None
+    returncode: int | None = None
 
     def wait(self) -> int:
-        if not self._ended:
-            self._ended.append(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
-        return self._ended[0]
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
 
 def main(argv: Sequence[str]) -> None:

@@ -158,7 +158,6 @@ class Coordinator:
             truths = self._prepare(update)
         except BaseException as error:
             self._bump()
-            self.exporter.void()
             self.members.ignore()
             update.abort(str(error) or type(error).__name__)
             engines.abort(str(error) or type(error).__name__)
@@ -284,7 +283,7 @@ class Coordinator:
             )
 
     def _bump(self) -> int:
-        self.epoch = self.exporter.arena.bump()
+        self.epoch = self.exporter.bump()
         return self.epoch
 
     def _ask(self, engines: EngineRound, update: Update) -> None:

@@ -238,8 +238,7 @@ class Engines:
             return next((w for w in workers if w.state == "refused"), None)
 
         with self.table.changed:
-            self.table.changed.wait_for(refused, seconds)
-            worker = refused()
+            worker = self.table.changed.wait_for(refused, seconds)
         if worker is not None:
             raise EngineError(
                 f"{engine.name} cannot follow: {worker.name} says: {worker.reason}"

@@ -154,6 +154,11 @@ class Exporter:
             for side in sides:
                 side.committed, side.staged = side.staged, None
 
+    def bump(self) -> int:
+        """Nothing that was read or staged before counts any more; returns the arena's new epoch."""
+        self.void()
+        return self.arena.bump()
+
     def void(self) -> None:
         """What was staged last becomes no version."""
         for side in self._sides.values():

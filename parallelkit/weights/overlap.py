@@ -29,6 +29,19 @@ class Span(NamedTuple):
     steps: tuple[int, ...]
     space: Hashable = "cpu"
 
+    @classmethod
+    def strided(
+        cls,
+        name: str,
+        start: int,
+        item: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        space: Hashable,
+    ) -> Span:
+        """Make one of strides in elements, as frameworks have them."""
+        return cls(name, start, item, tuple(shape), tuple(step * item for step in strides), space)
+
     @property
     def end(self) -> int:
         """Address behind the last element."""

@@ -98,7 +98,6 @@ class Placement:
         self._sink = sink
         self._loading = sink if isinstance(sink, LoaderSink) else None
         self._located = sink if isinstance(sink, LocatedSink) else None
-        self._begun = False  # whether any live memory may have been written, by the last version
         self._direct: list[Bytes] = []  # live memory that it went straight to
         self._spans: tuple[spans.Span, ...] = ()  # where that lies
         self._noting = sink if isinstance(sink, FiniteSink) else None
@@ -139,7 +138,7 @@ class Placement:
         The same object as long as it is the same memory.
         """
         if self._located is not None:
-            return self._located.live_memory() if self._begun else ()
+            return self._located.live_memory()
         found = tuple(_where(live) for live in self._direct if live.nbytes)
         if found != self._spans:
             self._spans = found
@@ -397,12 +396,11 @@ class Placement:
 
     def _begin(self) -> None:
         """Let the sink begin; until it has, nothing was written."""
-        self._begun, self._direct = False, []
+        self._direct = []
         self._sink.begin()
         self.claims(
             self.module, self._spans if self._located is None else self._located.live_memory()
         )
-        self._begun = True
 
     def _copy(self, received: Received, finite: bool | None, workers: Workers) -> None:
         """Copy moves into the sink's live memory, or hand it what it writes itself.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from parallelkit import hooks
 from parallelkit.errors import (
-    CollectiveError,
     ParallelKitError,
     RankMismatchError,
     StateError,
@@ -179,10 +179,8 @@ class WeightPublisher:
             try:
                 report = self._collectively(lambda: self._update(version), limit)
             except Exception as error:
-                try:
+                with _noted_on(error, "besides"):
                     self._offer_kept()
-                except (CollectiveError, ParallelKitError) as lost:
-                    error.add_note(f"besides, {lost}")
                 raise
             self._offer_kept()
         finally:
@@ -351,7 +349,7 @@ class WeightPublisher:
         if self._crew.several:
             try:
                 self._crew.exchange({}, time.monotonic() + self._settings.timeout)
-            except (CollectiveError, ParallelKitError) as error:
+            except ParallelKitError as error:
                 error.add_note(
                     f"version {self._version} is the last that was committed; it is not kept for "
                     "members that join"
@@ -386,15 +384,13 @@ class WeightPublisher:
             result = work()
         except Exception as error:
             if not self._crew.broken:  # else the others know, and there is nothing to tell them by
-                try:
+                with _noted_on(error, "the other ranks could not be told"):
                     self._crew.tell(pack_error(error) | self._standing())
-                except (CollectiveError, ParallelKitError) as lost:
-                    error.add_note(f"the other ranks could not be told: {lost}")
             raise
         packed = result.to_dict() if isinstance(result, TransferReport) else None
         try:
             self._crew.tell({"report": packed} | self._standing())
-        except (CollectiveError, ParallelKitError) as error:
+        except ParallelKitError as error:
             if packed is not None:
                 error.add_note(f"version {self._version} was committed all the same")
             raise
@@ -416,6 +412,15 @@ class WeightPublisher:
             raise StateError(f"{what} after close(): publish again with pk.publish_weights")
         if self._pid != os.getpid():
             raise StateError(f"{what} in a forked child: a publisher belongs to one process")
+
+
+@contextlib.contextmanager
+def _noted_on(error: Exception, what: str) -> Iterator[None]:
+    """What fails in here is a note on an error that is raised already."""
+    try:
+        yield
+    except ParallelKitError as lost:
+        error.add_note(f"{what}: {lost}")
 
 
 def _abandon(coordinator: Coordinator, pid: int) -> None:

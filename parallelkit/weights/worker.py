@@ -91,5 +91,4 @@ class Worker:
     def _void(self) -> None:
         """The outcome is unknown: nobody may use what was staged any more."""
         if self._exporter is not None:
-            self._exporter.arena.bump()
-            self._exporter.void()
+            self._exporter.bump()

@@ -88,9 +88,8 @@ def identity(tensor: Any) -> Hashable:
 
 def span(name: str, tensor: Any) -> Span:
     """Where the elements of a tensor lie that has some."""
-    item = int(tensor.itemsize)
-    steps = tuple(step * item for step in tensor.stride())
-    return Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, device(tensor))
+    where, item = tensor.data_ptr(), int(tensor.itemsize)
+    return Span.strided(name, where, item, tensor.shape, tensor.stride(), device(tensor))
 
 
 def elements(tensor: Any) -> Elements:

@@ -53,11 +53,13 @@ def unreadable(tensor: torch.Tensor) -> str | None:
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
     """Whether elements lie outside of the storage, which torch lets anyone resize."""
-    if not tensor.numel():
+    reach = tensor.nbytes  # asked of every tensor in every update: most are contiguous
+    if not reach:
         return False
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    last = tensor.storage_offset() + sum(stride * (size - 1) for stride, size in steps)
-    return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+    if not tensor.is_contiguous():
+        reach = _span("", tensor).end - tensor.data_ptr()
+    start = tensor.storage_offset() * tensor.element_size()
+    return start + reach > tensor.untyped_storage().nbytes()
 
 
 def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
@@ -200,7 +202,6 @@ def located(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[spans.Span, ...]
 
 
 def _span(name: str, tensor: torch.Tensor) -> spans.Span:
-    item = tensor.element_size()
-    steps = tuple(step * item for step in tensor.stride())
     space = "cpu" if tensor.is_cpu else str(tensor.device)
-    return spans.Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, space)
+    where, item = tensor.data_ptr(), tensor.element_size()
+    return spans.Span.strided(name, where, item, tensor.shape, tensor.stride(), space)

@@ -229,10 +229,9 @@ def _located(model: torch.nn.Module) -> tuple[Span, ...]:
 
 
 def _span(name: str, tensor: torch.Tensor) -> Span:
-    item = tensor.element_size()
-    steps = tuple(step * item for step in tensor.stride())
     space = "cpu" if tensor.is_cpu else str(tensor.device)
-    return Span(name, tensor.data_ptr(), item, tuple(tensor.shape), steps, space)
+    where, item = tensor.data_ptr(), tensor.element_size()
+    return Span.strided(name, where, item, tensor.shape, tensor.stride(), space)
 
 
 def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

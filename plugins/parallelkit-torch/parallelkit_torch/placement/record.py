@@ -166,10 +166,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse(func, inputs)
         if func in _EXACT and inputs[0].is_meta and "device" in kwargs:
             kwargs["device"] = inputs[0].device  # where to does not matter, only what
-        self._strange = self._reads_unseen(func, args, inputs)
         known = {memory_of(tensor) for tensor in inputs}
+        written = _written(func, args, kwargs)
+        self._strange = self._reads_unseen(func, args, inputs, written)
         out = func(*args, **kwargs)
-        self._see(func, known, [*_written(func, args, kwargs), *_tensors(out)])
+        outputs = list(_tensors(out))
+        self._see(func, known, [*written, *outputs])
         if func.overloadpacket in _SHAPE_ONLY:
             return out
         if func is _aten.copy_.default:
@@ -184,7 +186,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func in _EXACT:
             self._derived(args[0], out, func)
         else:
-            self._other(func, inputs, _written(func, args, kwargs), list(_tensors(out)))
+            fresh = [tensor for tensor in outputs if memory_of(tensor) not in known]
+            if fresh or written or not outputs:  # else they are views
+                self._other(func, inputs, written, fresh)
             numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, int | float | complex)]
             for name in frozenset().union(*(self.holds(memory_of(t)) for t in inputs)):
                 self.ways.setdefault(name, []).append(f"{func} {numbers}")
@@ -304,14 +308,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         inputs: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        fresh: Sequence[torch.Tensor],
     ) -> None:
-        known = {memory_of(tensor) for tensor in inputs}
-        fresh = [tensor for tensor in outputs if memory_of(tensor) not in known]
-        if outputs and not written and not fresh:
-            return  # views
-        blind = _blind(func, written)
-        read = [t for t in inputs if t.numel() and not any(t is other for other in blind)]
+        read = _read(func, inputs, written)
         names = frozenset().union(*(self.holds(memory_of(tensor)) for tensor in read))
         looked = func is _aten._local_scalar_dense.default
         self._touch(names, "has its values looked at" if looked else f"goes through {func}")
@@ -337,14 +336,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if names:
             self._fill(target, names | self.holds(memory))
 
-    def _reads_unseen(self, func: Any, args: Sequence[Any], inputs: list[torch.Tensor]) -> bool:
+    def _reads_unseen(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        inputs: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> bool:
         """Whether an operation reads values that were not made in sight: in another thread, by a
         library, or before the run, by whom it is not known."""
         if func is _aten.lift_fresh.default or func.overloadpacket in _SHAPE_ONLY:
             return False  # numbers of Python's: `left` tells where those may come from
-        read = list(_tensors(args[1])) if func in _FROM else inputs
-        blind = () if func in _FROM else _blind(func, _written(func, args, {}))
-        return any(self._is_unseen(t) for t in read if not any(t is other for other in blind))
+        read = _tensors(args[1]) if func in _FROM else _read(func, inputs, written)
+        return any(self._is_unseen(tensor) for tensor in read)
 
     def _is_unseen(self, tensor: torch.Tensor) -> bool:
         memory = memory_of(tensor)
@@ -407,6 +411,14 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += _tensors(value)
     return found
+
+
+def _read(
+    func: Any, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Those inputs of an operation whose values matter."""
+    blind = _blind(func, written)
+    return [t for t in inputs if t.numel() and not any(t is other for other in blind)]
 
 
 def _blind(func: Any, written: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
